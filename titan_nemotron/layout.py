@@ -51,7 +51,9 @@ class DocumentLayout:
         for row in range(num_rows):
             runs = ids[row][starts[row] & valid[row]]
             if runs.unique().numel() != runs.numel():
-                raise UserError(f"document_ids: row {row} has a document in two pieces; give each document one contiguous run")
+                raise UserError(
+                    f"document_ids: row {row} has a document in two pieces; give each document one contiguous run"
+                )
         canonical = torch.where(valid, canonical, PADDING)
         index = torch.arange(length).expand(num_rows, length)
         last_start = torch.where(starts, index, 0).cummax(1).values if length else index
@@ -72,7 +74,9 @@ class DocumentLayout:
 
     def to(self, device: torch.device | str) -> "DocumentLayout":
         move = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
-        return DocumentLayout(move(self.document_ids), move(self.positions), move(self.cu_seqlens), self.max_length)
+        return DocumentLayout(
+            move(self.document_ids), move(self.positions), move(self.cu_seqlens), self.max_length
+        )
 
     @property
     def valid(self) -> Tensor:
@@ -148,5 +152,8 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> "Batch":
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("tokens", "labels", "mtp_tokens", "mtp_labels")}
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("tokens", "labels", "mtp_tokens", "mtp_labels")
+        }
         return replace(self, layout=self.layout.to(device), **moved)

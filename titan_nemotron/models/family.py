@@ -1,0 +1,88 @@
+"""What the trainer needs to know of a model family, and how a family is found.
+
+A family is a package that exports FAMILY: titan_nemotron.models.nemotron3, or anything importable by its dotted path.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from titan_nemotron.config import Table
+from titan_nemotron.errors import UserError
+from titan_nemotron.layout import Batch
+
+BUILT_IN = ("nemotron3",)
+
+
+class Losses(NamedTuple):
+    """What a training forward returns; all sums, so that the caller divides by global counts.
+
+    main        scalar, sum of -log p over the valid labels
+    mtp         [D], the same for each multi-token depth
+    auxiliary   scalar, sum over rows and routed layers of the sequence auxiliary loss, without its coefficient
+    stats       statistics by call ("layers.3", "mtp.1.layers.1"); shared multi-token blocks are called once a depth
+    logprobs    [B, L] of the main labels, without gradient
+    """
+
+    main: Tensor
+    mtp: Tensor
+    auxiliary: Tensor
+    stats: dict[str, dict[str, Tensor]]
+    logprobs: Tensor
+
+
+class Model(Protocol):
+    """A family's model is an nn.Module with these methods (see models/nemotron3/model.py for the shapes)."""
+
+    def loss(self, batch: Batch, replay: dict[str, Tensor] | None = None) -> Losses: ...
+
+    def blocks(self) -> Iterator[tuple[str, nn.Module]]:
+        """The units of recomputation, compilation and sharding, by parameter prefix."""
+        ...
+
+    def routers(self) -> Mapping[str, nn.Module]:
+        """The router behind each routed call of Losses.stats."""
+        ...
+
+
+class Slot(NamedTuple):
+    """Where a hub tensor lives in our model: a parameter or buffer, or one expert's matrix of it."""
+
+    parameter: str
+    expert: int | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """config: its pydantic table; model: nn.Module class built from a config; flavors: named sizes; hub: names and configs.
+
+    hub exports tensors(config) -> dict[hub name, Slot], config_from_hub(dict) and config_to_hub(config, dtype).
+    """
+
+    name: str
+    config: type[Table]
+    model: type[nn.Module]
+    flavors: Mapping[str, Any]
+    hub: ModuleType
+
+
+def load_family(name: str) -> Family:
+    """A built-in family by name, or any importable package that exports FAMILY, by its dotted path."""
+    path = f"titan_nemotron.models.{name}" if name in BUILT_IN else name
+    try:
+        module = importlib.import_module(path)
+    except ImportError as error:
+        raise UserError(
+            f"model.family: cannot import {name!r} ({error}); built in: {', '.join(BUILT_IN)}"
+        ) from error
+    family = getattr(module, "FAMILY", None)
+    if not isinstance(family, Family):
+        raise UserError(
+            f"model.family: {path} exports no FAMILY; it needs a titan_nemotron.models.family.Family"
+        )
+    return family

@@ -1,0 +1,1 @@
+"""Layers that model families are built of."""

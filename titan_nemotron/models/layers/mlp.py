@@ -1,0 +1,28 @@
+"""Squared-ReLU feed-forward layer."""
+
+import torch
+from torch import Tensor, nn
+
+from titan_nemotron.layout import DocumentLayout
+from titan_nemotron.models.layers.basic import Linear
+
+
+class MLP(nn.Module):
+    """down(relu(up(x))^2), not gated; also the form of the shared expert."""
+
+    def __init__(self, size: int, hidden: int, *, bias: bool, std: float, out_std: float) -> None:
+        super().__init__()
+        self.up_proj = Linear(size, hidden, bias=bias, std=std)
+        self.down_proj = Linear(hidden, size, bias=bias, std=out_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.relu(self.up_proj(x)).square())
+
+
+class MLPMixer(MLP):
+    """The MLP as a block's mixer: it crosses no tokens and has no statistics."""
+
+    def forward(
+        self, x_BLD: Tensor, layout: DocumentLayout, cache: None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # type: ignore[override]
+        return super().forward(x_BLD), {}

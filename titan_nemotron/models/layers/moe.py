@@ -1,0 +1,215 @@
+"""Mixture of experts with aux-loss-free balancing, an optional latent space and a shared expert.
+
+Shapes: B rows, L positions, T = B * L tokens, D model size, L' latent size (D without one), E experts, K experts a token,
+R = T * K routed rows, F expert size.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from titan_nemotron.layout import DocumentLayout
+from titan_nemotron.models.layers.basic import Linear
+from titan_nemotron.models.layers.init import Rule, constant, normal
+from titan_nemotron.models.layers.mlp import MLP
+from titan_nemotron.ops.experts import relu2_experts
+
+
+class Router(nn.Module):
+    """Sigmoid router: selection by score + bias, weights from the scores alone.
+
+    s = sigmoid(x W^T) in fp32; the K largest of s + b are chosen, where with n_group > 1 only the topk_group groups with
+    the largest sum of their two best s + b take part; w = s[chosen] (divided by their sum if norm_topk) * scaling.
+    b (correction_bias) has no gradient: optim.update_router_biases moves it once per optimizer step.
+    """
+
+    correction_bias: Tensor
+
+    def __init__(
+        self,
+        size: int,
+        num_experts: int,
+        topk: int,
+        *,
+        n_group: int,
+        topk_group: int,
+        norm_topk: bool,
+        scaling: float,
+        std: float,
+    ) -> None:
+        super().__init__()
+        self.topk, self.n_group, self.topk_group = topk, n_group, topk_group
+        self.norm_topk, self.scaling = norm_topk, scaling
+        self.weight = nn.Parameter(torch.empty(num_experts, size))
+        self.register_buffer("correction_bias", torch.zeros(num_experts, dtype=torch.float32))
+        self.initial: dict[str, Rule] = {"weight": normal(std), "correction_bias": constant(0.0)}
+
+    def select(self, scores: Tensor) -> Tensor:
+        """Indices [..., K] of the chosen experts for scores [..., E]."""
+        biased = scores.detach() + self.correction_bias
+        if self.n_group > 1:
+            grouped = biased.unflatten(-1, (self.n_group, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.topk_group, dim=-1).indices
+            allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
+            biased = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
+        return biased.topk(self.topk, dim=-1).indices
+
+    def forward(
+        self, x_BLD: Tensor, valid_BL: Tensor, indices_BLK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """indices given: routing replayed. Statistics exclude padding; they are sums over each row's positions:
+
+        counts_BE of the real (biased) routing, auxiliary_counts_BE of the top K without bias, score_sums_BE of the
+        scores normalised over all experts, lengths_B1 of valid tokens.
+        """
+        dtype = torch.promote_types(x_BLD.dtype, torch.float32)
+        scores = torch.sigmoid(x_BLD.to(dtype) @ self.weight.to(dtype).T)
+        indices = self.select(scores) if indices_BLK is None else indices_BLK
+        weights = scores.gather(-1, indices)
+        if self.norm_topk:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        mask = valid_BL[..., None].to(dtype)
+        normalised = scores / scores.sum(-1, keepdim=True)
+
+        def count(chosen: Tensor) -> Tensor:
+            return torch.zeros_like(scores).scatter(-1, chosen, mask.expand(chosen.shape)).sum(1)
+
+        with torch.no_grad():
+            unbiased = scores.topk(self.topk, dim=-1).indices
+            stats = {
+                "counts_BE": count(indices),
+                "auxiliary_counts_BE": count(unbiased),
+                "lengths_B1": mask.sum(1),
+            }
+        stats["score_sums_BE"] = (normalised * mask).sum(1)
+        return indices, weights * self.scaling, stats
+
+
+class DispatchHandle(NamedTuple):
+    """inverse_R: the place of (token, k) among the rows sorted by expert; num_tokens: T."""
+
+    inverse_R: Tensor
+    num_tokens: int
+
+
+class LocalDispatch(nn.Module):
+    """Sort the chosen (token, expert) pairs by expert; all experts live on this rank."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+
+    def dispatch(
+        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
+        """Rows sorted by expert, their weights, the end of each expert's rows (int32), and the way back."""
+        num_tokens, topk = indices_TK.shape
+        order_R = indices_TK.flatten().argsort(stable=True)
+        experts = torch.arange(self.num_experts, device=order_R.device)
+        offsets_E = torch.searchsorted(indices_TK.flatten()[order_R], experts, right=True, out_int32=True)
+        inverse_R = torch.empty_like(order_R).scatter_(
+            0, order_R, torch.arange(len(order_R), device=order_R.device)
+        )
+        return (
+            x_TD[order_R // topk],
+            weights_TK.flatten()[order_R],
+            offsets_E,
+            DispatchHandle(inverse_R, num_tokens),
+        )
+
+    def combine(self, y_RD: Tensor, handle: DispatchHandle) -> Tensor:
+        """Sum each token's K rows: a gather, not a scatter, so that the order of the sum is fixed."""
+        return y_RD[handle.inverse_R].unflatten(0, (handle.num_tokens, -1)).sum(1)
+
+
+class Experts(nn.Module):
+    """up_proj [E, F, L'], down_proj [E, L', F] of squared-ReLU experts without bias."""
+
+    def __init__(self, num_experts: int, size: int, hidden: int, *, std: float, out_std: float) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.empty(num_experts, hidden, size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, size, hidden))
+        self.initial: dict[str, Rule] = {
+            "up_proj": normal(std, per_expert=True),
+            "down_proj": normal(out_std, per_expert=True),
+        }
+
+    def forward(self, x_RD: Tensor, weights_R: Tensor, offsets_E: Tensor) -> Tensor:
+        up, down = self.up_proj.to(x_RD.dtype), self.down_proj.to(x_RD.dtype)
+        return relu2_experts(x_RD, up, down, weights_R, offsets_E)
+
+
+class MoE(nn.Module):
+    """fc2(sum_k w_k expert_k(fc1(x))) + shared(x); fc1 and fc2 are the latent projections, if any."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        num_experts: int,
+        topk: int,
+        hidden: int,
+        shared_hidden: int,
+        latent: int | None,
+        n_group: int,
+        topk_group: int,
+        norm_topk: bool,
+        scaling: float,
+        bias: bool,
+        std: float,
+        out_std: float,
+    ) -> None:
+        super().__init__()
+        self.router = Router(
+            size,
+            num_experts,
+            topk,
+            n_group=n_group,
+            topk_group=topk_group,
+            norm_topk=norm_topk,
+            scaling=scaling,
+            std=std,
+        )
+        self.dispatcher = LocalDispatch(num_experts)
+        self.experts = Experts(num_experts, latent or size, hidden, std=std, out_std=out_std)
+        self.fc1_latent_proj = Linear(size, latent, bias=bias, std=std) if latent else None
+        self.fc2_latent_proj = Linear(latent, size, bias=bias, std=out_std) if latent else None
+        self.shared_expert = (
+            MLP(size, shared_hidden, bias=bias, std=std, out_std=out_std) if shared_hidden else None
+        )
+
+    def sequence_sum(self, stats_BE: Tensor) -> Tensor:
+        """Sum a row's statistics over the ranks that share the row: nothing to do when rows are whole."""
+        return stats_BE
+
+    def forward(
+        self, x_BLD: Tensor, layout: DocumentLayout, cache: None = None, indices: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """stats: counts_E, auxiliary_sum (summed over rows, without its coefficient) and indices_BLK."""
+        indices_BLK, weights_BLK, sums = self.router(x_BLD, layout.valid, indices)
+        u_BLD = x_BLD if self.fc1_latent_proj is None else self.fc1_latent_proj(x_BLD)
+        x_RD, weights_R, offsets_E, handle = self.dispatcher.dispatch(
+            u_BLD.flatten(0, 1), indices_BLK.flatten(0, 1), weights_BLK.flatten(0, 1)
+        )
+        out = self.dispatcher.combine(self.experts(x_RD, weights_R, offsets_E), handle).unflatten(
+            0, x_BLD.shape[:2]
+        )
+        if self.fc2_latent_proj is not None:
+            out = self.fc2_latent_proj(out)
+        if self.shared_expert is not None:
+            out = out + self.shared_expert(x_BLD)
+        stats = {
+            "counts_E": sums["counts_BE"].sum(0),
+            "auxiliary_sum": self.sequence_auxiliary_loss(sums).sum(),
+            "indices_BLK": indices_BLK,
+        }
+        return out, stats
+
+    def sequence_auxiliary_loss(self, sums: dict[str, Tensor]) -> Tensor:
+        """E / (K T^2) sum_e count_e sum_t p_te for each row [B]; counts without bias, p normalised over all experts."""
+        counts, scores, lengths = (
+            self.sequence_sum(sums[name]) for name in ("auxiliary_counts_BE", "score_sums_BE", "lengths_B1")
+        )
+        scale = counts.shape[-1] / (self.router.topk * lengths.clamp(min=1).squeeze(-1) ** 2)
+        return scale * (counts * scores).sum(-1)

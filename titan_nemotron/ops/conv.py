@@ -1,0 +1,42 @@
+"""Causal depthwise convolution that never looks across a document boundary.
+
+Shapes: B rows, L positions, C channels, K taps.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def causal_conv1d(
+    x_BLC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    document_ids_BL: Tensor,
+    initial_state_BCK: Tensor | None = None,
+) -> Tensor:
+    """y[t] = silu(bias + sum_j weight[K-1-j] * x[t-j]) over the taps j whose token lies in t's document.
+
+    initial_state [B, C, K]: the last K inputs before position 0 (oldest first); they belong to the document of position
+    0, as when a sequence is continued; zeros otherwise. Padding positions (document id -1) give 0.
+    Returns [B, L, C] in x's dtype.
+    """
+    taps = weight_CK.shape[1]
+    dtype = torch.promote_types(x_BLC.dtype, torch.float32)
+    x, weight = x_BLC.to(dtype), weight_CK.to(dtype)
+    if initial_state_BCK is None:
+        history = x.new_zeros(x.shape[0], taps - 1, x.shape[2])
+    else:
+        history = initial_state_BCK[:, :, 1:].transpose(1, 2).to(dtype)
+    first = document_ids_BL[:, :1].expand(-1, taps - 1)
+    x = torch.cat([history, x], dim=1)
+    ids = torch.cat([first, document_ids_BL], dim=1)
+    length = x_BLC.shape[1]
+    y = torch.zeros_like(x_BLC, dtype=dtype)
+    for tap in range(taps):
+        same = ids[:, tap : tap + length] == document_ids_BL
+        y = y + torch.where(same.unsqueeze(-1), x[:, tap : tap + length], 0) * weight[:, tap]
+    if bias_C is not None:
+        y = y + bias_C.to(dtype)
+    y = torch.where((document_ids_BL >= 0).unsqueeze(-1), F.silu(y), 0)
+    return y.to(x_BLC.dtype)
