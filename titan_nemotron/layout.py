@@ -74,9 +74,7 @@ class DocumentLayout:
 
     def to(self, device: torch.device | str) -> "DocumentLayout":
         move = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
-        return DocumentLayout(
-            move(self.document_ids), move(self.positions), move(self.cu_seqlens), self.max_length
-        )
+        return DocumentLayout(move(self.document_ids), move(self.positions), move(self.cu_seqlens), self.max_length)
 
     @property
     def valid(self) -> Tensor:

@@ -77,12 +77,8 @@ def load_family(name: str) -> Family:
     try:
         module = importlib.import_module(path)
     except ImportError as error:
-        raise UserError(
-            f"model.family: cannot import {name!r} ({error}); built in: {', '.join(BUILT_IN)}"
-        ) from error
+        raise UserError(f"model.family: cannot import {name!r} ({error}); built in: {', '.join(BUILT_IN)}") from error
     family = getattr(module, "FAMILY", None)
     if not isinstance(family, Family):
-        raise UserError(
-            f"model.family: {path} exports no FAMILY; it needs a titan_nemotron.models.family.Family"
-        )
+        raise UserError(f"model.family: {path} exports no FAMILY; it needs a titan_nemotron.models.family.Family")
     return family

@@ -34,9 +34,7 @@ def attention(
     return torch.where(layout.valid[:, :, None, None], out.transpose(1, 2), 0)
 
 
-def cached_attention(
-    q_BLHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask_BLS: Tensor, *, scale: float
-) -> Tensor:
+def cached_attention(q_BLHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask_BLS: Tensor, *, scale: float) -> Tensor:
     """Attention of new queries over cached keys: query i of row b sees key j iff mask[b, i, j].
 
     A query that sees nothing gives 0. Returns [B, L, H, Dv] in q's dtype.

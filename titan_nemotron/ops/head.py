@@ -22,9 +22,7 @@ def linear_cross_entropy(
     return -weighted.sum(), logprobs.detach()
 
 
-def linear_logprobs(
-    h_TD: Tensor, w_VD: Tensor, targets_T: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def linear_logprobs(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """log p_t = log softmax(h_t w^T / temperature)[target_t], with gradient, and the entropy of each distribution, without.
 
     Targets of -100 give log-probability 0 and entropy 0. Returns two [T] tensors in at least fp32.

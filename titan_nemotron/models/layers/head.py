@@ -23,9 +23,7 @@ class Head(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Sum of -weight * log p(target) over the targets that are not -100, and log p [B, L] without gradient."""
         weights = None if token_weights_BL is None else token_weights_BL.flatten()
-        loss_sum, logprobs = linear_cross_entropy(
-            h_BLD.flatten(0, 1), self.weight, targets_BL.flatten(), weights
-        )
+        loss_sum, logprobs = linear_cross_entropy(h_BLD.flatten(0, 1), self.weight, targets_BL.flatten(), weights)
         return loss_sum, logprobs.view_as(targets_BL)
 
     def logits(self, h_BLD: Tensor) -> Tensor:

@@ -79,9 +79,7 @@ def _fill_rows(
     local: Tensor, rule: Rule, key: tuple[object, ...], shape: Sequence[int], offsets: Sequence[int]
 ) -> None:
     start, stop = offsets[0], offsets[0] + local.shape[0]
-    rest = tuple(
-        slice(offset, offset + size) for offset, size in zip(offsets[1:], local.shape[1:], strict=True)
-    )
+    rest = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], local.shape[1:], strict=True))
     for block in range(start // ROW_BLOCK, -(-stop // ROW_BLOCK)):
         first, last = block * ROW_BLOCK, min((block + 1) * ROW_BLOCK, shape[0])
         values = torch.empty(last - first, *shape[1:], dtype=torch.float32, device=local.device)

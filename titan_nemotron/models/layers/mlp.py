@@ -22,7 +22,5 @@ class MLP(nn.Module):
 class MLPMixer(MLP):
     """The MLP as a block's mixer: it crosses no tokens and has no statistics."""
 
-    def forward(
-        self, x_BLD: Tensor, layout: DocumentLayout, cache: None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:  # type: ignore[override]
+    def forward(self, x_BLD: Tensor, layout: DocumentLayout, cache: None = None) -> tuple[Tensor, dict[str, Tensor]]:  # type: ignore[override]
         return super().forward(x_BLD), {}

@@ -108,9 +108,7 @@ class LocalDispatch(nn.Module):
         order_R = indices_TK.flatten().argsort(stable=True)
         experts = torch.arange(self.num_experts, device=order_R.device)
         offsets_E = torch.searchsorted(indices_TK.flatten()[order_R], experts, right=True, out_int32=True)
-        inverse_R = torch.empty_like(order_R).scatter_(
-            0, order_R, torch.arange(len(order_R), device=order_R.device)
-        )
+        inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
         return (
             x_TD[order_R // topk],
             weights_TK.flatten()[order_R],
@@ -175,9 +173,7 @@ class MoE(nn.Module):
         self.experts = Experts(num_experts, latent or size, hidden, std=std, out_std=out_std)
         self.fc1_latent_proj = Linear(size, latent, bias=bias, std=std) if latent else None
         self.fc2_latent_proj = Linear(latent, size, bias=bias, std=out_std) if latent else None
-        self.shared_expert = (
-            MLP(size, shared_hidden, bias=bias, std=std, out_std=out_std) if shared_hidden else None
-        )
+        self.shared_expert = MLP(size, shared_hidden, bias=bias, std=std, out_std=out_std) if shared_hidden else None
 
     def sequence_sum(self, stats_BE: Tensor) -> Tensor:
         """Sum a row's statistics over the ranks that share the row: nothing to do when rows are whole."""
@@ -192,9 +188,7 @@ class MoE(nn.Module):
         x_RD, weights_R, offsets_E, handle = self.dispatcher.dispatch(
             u_BLD.flatten(0, 1), indices_BLK.flatten(0, 1), weights_BLK.flatten(0, 1)
         )
-        out = self.dispatcher.combine(self.experts(x_RD, weights_R, offsets_E), handle).unflatten(
-            0, x_BLD.shape[:2]
-        )
+        out = self.dispatcher.combine(self.experts(x_RD, weights_R, offsets_E), handle).unflatten(0, x_BLD.shape[:2])
         if self.fc2_latent_proj is not None:
             out = self.fc2_latent_proj(out)
         if self.shared_expert is not None:

@@ -26,9 +26,7 @@ class Nemotron3Config(Table):
     n_groups: int = Field(8, gt=0, description="Groups of Mamba-2 heads that share B and C.")
     ssm_state_size: int = Field(128, gt=0, description="Size of the state of each Mamba-2 channel.")
     conv_kernel: int = Field(4, gt=1, description="Taps of the Mamba-2 convolution.")
-    chunk_size: int = Field(
-        128, gt=0, description="Tokens the scan handles at once; never changes the result."
-    )
+    chunk_size: int = Field(128, gt=0, description="Tokens the scan handles at once; never changes the result.")
     use_bias: bool = Field(False, description="Bias in the Mamba-2 projections.")
     use_conv_bias: bool = Field(True, description="Bias in the Mamba-2 convolution.")
     time_step_limit: tuple[float, float] = Field(
@@ -47,9 +45,7 @@ class Nemotron3Config(Table):
     moe_shared_expert_intermediate_size: int = Field(
         3712, ge=0, description="Inner size of the shared expert; 0 for none."
     )
-    moe_latent_size: int | None = Field(
-        None, description="Size of the latent space the routed experts work in."
-    )
+    moe_latent_size: int | None = Field(None, description="Size of the latent space the routed experts work in.")
     n_group: int = Field(1, gt=0, description="Groups of experts for group-limited routing.")
     topk_group: int = Field(1, gt=0, description="Groups a token may choose from.")
     norm_topk_prob: bool = Field(True, description="Divide the chosen scores by their sum.")
@@ -58,19 +54,11 @@ class Nemotron3Config(Table):
     mtp_pattern: str = Field(
         "*E", description="Blocks of one multi-token-prediction layer, in the letters of the pattern."
     )
-    mtp_blocks: int = Field(
-        0, ge=0, description="Multi-token-prediction layers with weights of their own; 0 for none."
-    )
-    mtp_depths: int = Field(
-        0, ge=0, description="Tokens predicted beyond the next; the layers are used in turn."
-    )
+    mtp_blocks: int = Field(0, ge=0, description="Multi-token-prediction layers with weights of their own; 0 for none.")
+    mtp_depths: int = Field(0, ge=0, description="Tokens predicted beyond the next; the layers are used in turn.")
 
-    mixers: dict[str, str] = Field(
-        {}, description="Mixers of your own: a letter of the pattern -> 'module:Class'."
-    )
-    max_position_embeddings: int = Field(
-        262144, gt=0, description="Longest sequence, as written to hub files."
-    )
+    mixers: dict[str, str] = Field({}, description="Mixers of your own: a letter of the pattern -> 'module:Class'.")
+    max_position_embeddings: int = Field(262144, gt=0, description="Longest sequence, as written to hub files.")
 
     @model_validator(mode="after")
     def _check(self) -> "Nemotron3Config":

@@ -43,9 +43,7 @@ def tensors(config: Nemotron3Config) -> dict[str, Slot]:
                 )
             slots |= _block(c, letter, hub, f"{ours}.layers.{j}")
             if j == length - 1:
-                slots[f"{hub}.final_layernorm.weight"] = Slot(
-                    f"{ours}.final_layernorm.weight", None, (c.hidden_size,)
-                )
+                slots[f"{hub}.final_layernorm.weight"] = Slot(f"{ours}.final_layernorm.weight", None, (c.hidden_size,))
     return slots
 
 
@@ -96,9 +94,7 @@ def _block(c: Nemotron3Config, letter: str, hub: str, ours: str) -> dict[str, Sl
             if c.moe_shared_expert_intermediate_size:
                 hidden = c.moe_shared_expert_intermediate_size
                 linear("shared_experts.up_proj", "shared_expert.up_proj", hidden, c.hidden_size, c.mlp_bias)
-                linear(
-                    "shared_experts.down_proj", "shared_expert.down_proj", c.hidden_size, hidden, c.mlp_bias
-                )
+                linear("shared_experts.down_proj", "shared_expert.down_proj", c.hidden_size, hidden, c.mlp_bias)
             if c.moe_latent_size:
                 linear("fc1_latent_proj", "fc1_latent_proj", c.moe_latent_size, c.hidden_size, c.mlp_bias)
                 linear("fc2_latent_proj", "fc2_latent_proj", c.hidden_size, c.moe_latent_size, c.mlp_bias)
@@ -132,11 +128,7 @@ def config_from_hub(hub: dict[str, Any], mtp_depths: int | None = None) -> Nemot
         moe_latent_size=hub.get("moe_latent_size"),
         mtp_pattern=_pattern(hub, "mtp_") or (repeats[0] if repeats else "*E"),
         mtp_blocks=blocks,
-        mtp_depths=max(blocks, len(repeats))
-        if blocks and mtp_depths is None
-        else (mtp_depths or 0)
-        if blocks
-        else 0,
+        mtp_depths=max(blocks, len(repeats)) if blocks and mtp_depths is None else (mtp_depths or 0) if blocks else 0,
         **values,
     )
 

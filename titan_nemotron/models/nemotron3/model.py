@@ -91,9 +91,7 @@ class Nemotron3(nn.Module):
         self.config = config
         size, eps, std = config.hidden_size, config.layer_norm_epsilon, config.initializer_range
         self.embeddings = Embedding(config.vocab_size, size, std=std)
-        self.layers = nn.ModuleList(
-            Block(size, eps, build_mixer(letter, config)) for letter in config.pattern
-        )
+        self.layers = nn.ModuleList(Block(size, eps, build_mixer(letter, config)) for letter in config.pattern)
         self.norm_f = RMSNorm(size, eps)
         self.lm_head = Head(size, config.vocab_size, std=std)
         self.mtp: MultiTokenPredictor | None = None
