@@ -24,12 +24,14 @@ class DocumentLayout:
     cu_seqlens    [N+1]  int32  starts of the segments in the flattened B*L tokens; a run of padding and a row's end
                                 close a segment too, so the last entry is B*L
     max_length    longest segment, in tokens
+    has_padding   whether any position is padding; a Python bool, so that asking costs no device synchronisation
     """
 
     document_ids: Tensor
     positions: Tensor
     cu_seqlens: Tensor
     max_length: int
+    has_padding: bool
     # What operations derive from the layout (masks, Python lists), keyed by the deriver; filled on first use.
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -65,6 +67,7 @@ class DocumentLayout:
             positions=positions.to(device, torch.int32),
             cu_seqlens=cu_seqlens.to(device, torch.int32),
             max_length=int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0,
+            has_padding=not bool(valid.all()),
         )
 
     @classmethod
@@ -74,7 +77,13 @@ class DocumentLayout:
 
     def to(self, device: torch.device | str) -> "DocumentLayout":
         move = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
-        return DocumentLayout(move(self.document_ids), move(self.positions), move(self.cu_seqlens), self.max_length)
+        return replace(
+            self,
+            document_ids=move(self.document_ids),
+            positions=move(self.positions),
+            cu_seqlens=move(self.cu_seqlens),
+            derived={},
+        )
 
     @property
     def valid(self) -> Tensor:

@@ -40,3 +40,14 @@ def causal_conv1d(
         y = y + bias_C.to(dtype)
     y = torch.where((document_ids_BL >= 0).unsqueeze(-1), F.silu(y), 0)
     return y.to(x_BLC.dtype)
+
+
+def causal_conv1d_step(
+    state_BCK: Tensor, x_BC: Tensor, weight_CK: Tensor, bias_C: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One token of causal_conv1d for decoding: returns y [B, C] in x's dtype and the new state [B, C, K]."""
+    state = torch.cat([state_BCK[:, :, 1:], x_BC.to(state_BCK.dtype)[:, :, None]], dim=2)
+    y = (state * weight_CK.to(state.dtype)).sum(-1)
+    if bias_C is not None:
+        y = y + bias_C.to(state.dtype)
+    return F.silu(y).to(x_BC.dtype), state

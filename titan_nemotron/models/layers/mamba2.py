@@ -13,8 +13,8 @@ from titan_nemotron.layout import DocumentLayout
 from titan_nemotron.models.layers.basic import GatedRMSNorm, Linear
 from titan_nemotron.models.layers.cache import MixCache
 from titan_nemotron.models.layers.init import Rule, constant, log_uniform_decay, time_step_bias, uniform
-from titan_nemotron.ops.conv import causal_conv1d
-from titan_nemotron.ops.ssd import ssd_scan
+from titan_nemotron.ops.conv import causal_conv1d, causal_conv1d_step
+from titan_nemotron.ops.ssd import ssd_scan, ssd_step
 
 
 class MixWeights(NamedTuple):
@@ -91,6 +91,8 @@ class LocalMix(nn.Module):
         cache: MixCache | None = None,
     ) -> Tensor:
         """Returns y [B, L, H * P]. With a cache the rows continue it; padding may then only stand at a row's end."""
+        if cache is not None and xBC_BLC.shape[1] == 1 and not layout.has_padding:
+            return self._step(xBC_BLC[:, 0], dt_BLH[:, 0], weights, cache)[:, None]
         ids = layout.document_ids
         conv_state = None if cache is None else cache.conv_state
         ssm_state = None if cache is None else cache.ssm_state
@@ -117,6 +119,24 @@ class LocalMix(nn.Module):
             cache.conv_state = history.gather(2, columns[:, None].expand(-1, history.shape[1], -1))
             cache.ssm_state = final_state
         return y_BLHP.flatten(-2)
+
+    def _step(self, xBC_BC: Tensor, dt_BH: Tensor, weights: MixWeights, cache: MixCache) -> Tensor:
+        """The same for one token a row, without the machinery of chunks."""
+        mixed, cache.conv_state = causal_conv1d_step(cache.conv_state, xBC_BC, weights.conv_CK, weights.conv_bias_C)
+        inner, groups = self.num_heads * self.head_size, self.num_groups * self.state_size
+        x, B, C = mixed.split([inner, groups, groups], dim=-1)
+        y_BHP, cache.ssm_state = ssd_step(
+            cache.ssm_state,
+            x.unflatten(-1, (self.num_heads, self.head_size)),
+            dt_BH,
+            weights.A_H,
+            B.unflatten(-1, (self.num_groups, self.state_size)),
+            C.unflatten(-1, (self.num_groups, self.state_size)),
+            weights.D_H,
+            weights.dt_bias_H,
+            dt_limit=self.dt_limit,
+        )
+        return y_BHP.flatten(-2)
 
 
 class Mamba2(nn.Module):

@@ -1,0 +1,1 @@
+"""Decoding caches, sampling, batched generation and scoring."""

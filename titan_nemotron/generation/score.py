@@ -1,0 +1,48 @@
+"""Logits and log-probabilities of given tokens.
+
+Shapes: B rows, L positions, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from titan_nemotron.errors import UserError
+from titan_nemotron.layout import IGNORED, Batch
+
+
+@torch.no_grad()
+def score(model: nn.Module, input_ids_BL: Tensor, document_ids_BL: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Logits fp32 [B, L, V], and log p of the next token inside the document, fp32 [B, L], 0 where there is none.
+
+    Rows run one at a time, so that memory beyond the result is that of one row. Raises UserError for ids outside the
+    vocabulary or shapes that do not match.
+    """
+    if input_ids_BL.dim() != 2:
+        raise UserError(f"input_ids: expected shape [rows, length], got {list(input_ids_BL.shape)}")
+    if document_ids_BL is None:
+        document_ids_BL = torch.zeros_like(input_ids_BL)
+    if document_ids_BL.shape != input_ids_BL.shape:
+        raise UserError(
+            f"document_ids: shape {list(document_ids_BL.shape)} differs from input_ids {list(input_ids_BL.shape)}"
+        )
+    vocabulary = model.config.vocab_size  # type: ignore[union-attr]
+    bad = (document_ids_BL >= 0) & ((input_ids_BL < 0) | (input_ids_BL >= vocabulary))
+    if bad.any():
+        row, position = bad.nonzero()[0].tolist()
+        token = int(input_ids_BL[row, position])
+        raise UserError(
+            f"input_ids: {token} at row {row}, position {position} is outside the vocabulary of {vocabulary}"
+        )
+    tokens_BL = torch.where(document_ids_BL >= 0, input_ids_BL, 0).long()
+    num_rows, length = tokens_BL.shape
+    device = next(model.parameters()).device
+    logits_BLV = torch.empty(num_rows, length, vocabulary)
+    logprobs_BL = torch.zeros(num_rows, length)
+    for row in range(num_rows):
+        part = slice(row, row + 1)
+        batch = Batch.from_rows(tokens_BL[part], document_ids_BL[part], length=length, mtp_depths=0)
+        logits_BLV[part] = model(tokens_BL[part].to(device), document_ids_BL[part].to(device)).float().cpu()
+        labels = batch.labels.clamp(min=0)[..., None]
+        logprobs = torch.log_softmax(logits_BLV[part], -1).gather(-1, labels)[..., 0]
+        logprobs_BL[part] = torch.where(batch.labels != IGNORED, logprobs, 0)
+    return logits_BLV, logprobs_BL
