@@ -1,9 +1,44 @@
-"""The base of every configuration table."""
+"""The base class of every configuration table."""
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from titan_nemotron.errors import UserError
+
+POSITIONAL = "positional"  # Annotated[str, POSITIONAL]: an argument of a command that is given by its place, not by a flag
 
 
 class Table(BaseModel):
-    """One table of a TOML file. Unknown keys are errors; every field carries a sentence as its description."""
+    """One TOML table: pydantic fields, each with a default, a type and a sentence.
+
+    Unknown keys are errors, defaults are validated, and an instance does not change. TOML has no null, so a key may be
+    None only where None is its default. What single fields cannot say goes into `mistakes`.
+    """
 
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, use_attribute_docstrings=True)
+
+    def mistakes(self) -> Iterator[str]:
+        """The impossible combinations of this table's (valid) values, one line each: "key = value: what to do".
+
+        A line starts with the key, named as inside this table; the file, its line and the table's name are put before it.
+        A UserError raised here counts as the lines of its message.
+        """
+        return iter(())
+
+    @model_validator(mode="after")
+    def _report_mistakes(self) -> "Table":
+        lines = []
+        try:
+            lines.extend(self.mistakes())
+        except UserError as error:
+            lines.extend(str(error).splitlines())
+        if lines:
+            raise ValueError("\n".join(lines))
+        return self
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        for name, field in cls.model_fields.items():
+            assert field.description, f"{cls.__name__}.{name} needs a description"

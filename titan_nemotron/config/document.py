@@ -1,0 +1,57 @@
+"""What a table looks like from outside: as TOML, as a JSON schema for editors, as the reference page."""
+
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+import tomli_w
+from pydantic_core import PydanticUndefined
+
+from titan_nemotron.config import keys
+from titan_nemotron.config.flags import sentence
+from titan_nemotron.config.table import Table
+
+
+def to_toml(table: Table) -> str:
+    """Every key with its value; `load` of this text gives an equal table. None, a default always, is left out."""
+    return tomli_w.dumps(_plain(table.model_dump(exclude_none=True)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def json_schema(table: type[Table]) -> dict[str, Any]:
+    """JSON schema (2020-12) of the TOML file, `base` included, for editors that complete and check."""
+    schema = table.model_json_schema()
+    base = {"type": "string", "description": "A TOML file to inherit from, relative to this one."}
+    schema["properties"] = {"base": base, **schema["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def reference_markdown(table: type[Table]) -> str:
+    """A Markdown section for each TOML table: its sentence, then key, type, default and description of each key."""
+    return "\n".join(_sections(table, ()))
+
+
+def _sections(table: type[Table], path: keys.Path) -> Iterator[str]:
+    rows, below = [], []
+    for name, field in table.model_fields.items():
+        inner, item = keys.inner_table(field.annotation), keys.item_table(field.annotation)
+        inside = (*path, name)
+        if inner or item:
+            title = f"[[{keys.dotted(inside)}]]" if item else f"[{keys.dotted(inside)}]"
+            below += ["", f"{'#' * (len(inside) + 1)} `{title}`", "", field.description or ""]
+            below += _sections(item or inner, inside)  # type: ignore[arg-type]
+            continue
+        default = keys.default_of(field)
+        shown = "required" if default is PydanticUndefined else "" if default is None else f"`{keys.toml(default)}`"
+        cells = [f"`{name}`", keys.type_text(field.annotation, field.metadata), shown, field.description or ""]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    if rows:
+        yield from ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
+    yield from below
