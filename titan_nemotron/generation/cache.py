@@ -55,7 +55,7 @@ class KVCache:
 
 
 class SSMCache:
-    """conv_state [B, C, T]: the last inputs of the convolution, oldest first; ssm_state [B, H, P, N] in at least fp32."""
+    """conv_state [B, C, T]: the convolution's last inputs, oldest first; ssm_state [B, H, P, N] in at least fp32."""
 
     def __init__(self, num_rows: int, mixer: Mamba2) -> None:
         mix, weight = mixer.mix, mixer.conv1d.weight

@@ -32,7 +32,7 @@ class Sampling:
 
 
 def sample(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> tuple[Tensor, Tensor]:
-    """One token a row, and its log-probability under the distribution it was drawn from (temperature and top-p applied).
+    """One token a row, and its log-probability under the distribution it was drawn from (temperature, top-p applied).
 
     Greedy tokens carry the log-probability at temperature 1. Returns two [B] tensors, int64 and at least fp32.
     """
