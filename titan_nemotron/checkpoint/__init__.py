@@ -1,0 +1,1 @@
+"""Checkpoints of a training run, and model files in Hugging Face's format."""

@@ -1,0 +1,1 @@
+"""The training job: its configuration, its loop, and the steps the loop is made of."""
