@@ -1,5 +1,6 @@
 """From a TOML file and flags to a validated table, or to one line for every mistake."""
 
+import copy
 import difflib
 import re
 import sys
@@ -62,6 +63,15 @@ def split(
     if value is None or lines:
         raise UserError("\n".join([*lines, *(line for _, line in found)]))
     return value, rest
+
+
+def build(table: type[AnyTable], values: Tree, name: str) -> AnyTable:
+    """A table from plain values, as strict as if it stood in a file. `name` is the key that holds it: a UserError has
+    one line for each mistake, "name.key = value: ..."."""
+    value, found = _validate(table, copy.deepcopy(values), {})
+    if value is None:
+        raise UserError("\n".join(f"{name}.{line}" for _, line in found))
+    return value
 
 
 def _lay_over(

@@ -67,12 +67,14 @@ def _from_validator(table: type[Table], path: Path, error: ErrorDetails, origins
             results.append((path, f"{named(path, error['input'], origins)}: {line}"))
             continue
         start = re.match(r"[\w.-]+", line)
-        key = (*path, *((int(part) if part.isdigit() else part) for part in start[0].split("."))) if start else path
-        if keys.lookup(table, key) is None:
-            key, line = path, f"{keys.dotted(path)}: {line}" if path else line
-        elif path:
-            line = f"{keys.dotted(path)}.{line}"
-        results.append((key, where(key, origins) + line))
+        named_key: Path = tuple(int(part) if part.isdigit() else part for part in start[0].split(".")) if start else ()
+        if named_key and keys.lookup(table, (*path, *named_key)) is not None:
+            key, text = (*path, *named_key), ".".join([*map(str, path), line])
+        elif named_key[:-1] and keys.lookup(table, named_key) is not None:  # the line names its key from the root
+            key, text = named_key, line
+        else:
+            key, text = path, f"{keys.dotted(path)}: {line}" if path else line
+        results.append((key, where(key, origins) + text))
     return results
 
 
@@ -113,9 +115,9 @@ def named(path: Path, value: Any, origins: Origins) -> str:
 
 
 def where(path: Path, origins: Origins) -> str:
-    """The file and line (or the flag) that a value comes from, with ": " behind it; empty for a default."""
+    """The file and line that a value comes from, with ": " behind it; empty for a flag and for a default."""
     origin = _origin(path, origins)
-    return f"{origin}: " if origin else ""
+    return f"{origin}: " if origin and not origin.startswith("--") else ""
 
 
 def _origin(path: Path, origins: Origins) -> str | None:

@@ -11,7 +11,8 @@ POSITIONAL = "positional"  # Annotated[str, POSITIONAL]: an argument of a comman
 
 
 class Table(BaseModel):
-    """One TOML table: pydantic fields, each with a default, a type and a sentence.
+    """One TOML table: pydantic fields, each with a type, a default and a sentence (the description, or a string below the
+    field; for a table inside a table its own docstring serves).
 
     Unknown keys are errors, defaults are validated, and an instance does not change. TOML has no null, so a key may be
     None only where None is its default. What single fields cannot say goes into `mistakes`.
@@ -41,4 +42,7 @@ class Table(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         for name, field in cls.model_fields.items():
+            if field.description is None and isinstance(field.annotation, type) and issubclass(field.annotation, Table):
+                field.description = field.annotation.__doc__
             assert field.description, f"{cls.__name__}.{name} needs a description"
+            field.description = " ".join(field.description.split())

@@ -1,6 +1,8 @@
 """Configuration of the Nemotron 3 family, in the names of its hub files."""
 
-from pydantic import Field, model_validator
+from collections.abc import Iterator
+
+from pydantic import Field
 
 from titan_nemotron.config import Table
 
@@ -60,43 +62,31 @@ class Nemotron3Config(Table):
     mixers: dict[str, str] = Field({}, description="Mixers of your own: a letter of the pattern -> 'module:Class'.")
     max_position_embeddings: int = Field(262144, gt=0, description="Longest sequence, as written to hub files.")
 
-    @model_validator(mode="after")
-    def _check(self) -> "Nemotron3Config":
+    def mistakes(self) -> Iterator[str]:
         known = {**LETTERS, **self.mixers}
         for key in ("pattern", "mtp_pattern"):
             unknown = sorted(set(getattr(self, key)) - set(known))
             if unknown:
                 legend = ", ".join(f"{letter} {what}" for letter, what in known.items())
-                raise ValueError(
-                    f"{key}: unknown letter {''.join(unknown)!r} in {getattr(self, key)!r}; known: {legend}"
-                )
+                yield f"{key}: unknown letter {''.join(unknown)!r} in {getattr(self, key)!r}; known: {legend}"
         if not self.pattern:
-            raise ValueError("pattern: is empty; give one letter a block")
+            yield "pattern: is empty; give one letter a block"
         for heads, groups in (
             ("num_attention_heads", "num_key_value_heads"),
             ("mamba_num_heads", "n_groups"),
             ("n_routed_experts", "n_group"),
         ):
             if getattr(self, heads) % getattr(self, groups):
-                raise ValueError(
-                    f"{heads}: {getattr(self, heads)} is not divisible by {groups} = {getattr(self, groups)}"
-                )
+                yield f"{heads}: {getattr(self, heads)} is not divisible by {groups} = {getattr(self, groups)}"
         if self.topk_group > self.n_group:
-            raise ValueError(f"topk_group: {self.topk_group} is more than n_group = {self.n_group}")
+            yield f"topk_group: {self.topk_group} is more than n_group = {self.n_group}"
         eligible = self.n_routed_experts // self.n_group * self.topk_group
         if self.num_experts_per_tok > eligible:
-            raise ValueError(
-                f"num_experts_per_tok: {self.num_experts_per_tok} is more than the {eligible} eligible experts"
-            )
+            yield f"num_experts_per_tok: {self.num_experts_per_tok} is more than the {eligible} eligible experts"
         if self.n_group > 1 and self.n_routed_experts // self.n_group < 2:
-            raise ValueError(
-                f"n_group: {self.n_group} leaves fewer than 2 experts a group; use at most {self.n_routed_experts // 2}"
-            )
+            yield f"n_group: {self.n_group} leaves fewer than 2 experts a group; use at most {self.n_routed_experts // 2}"
         if (self.mtp_blocks == 0) != (self.mtp_depths == 0) or self.mtp_blocks > self.mtp_depths:
-            raise ValueError(
-                f"mtp_blocks: {self.mtp_blocks} blocks cannot serve mtp_depths = {self.mtp_depths}; use 1 to depths"
-            )
-        return self
+            yield f"mtp_blocks: {self.mtp_blocks} blocks cannot serve mtp_depths = {self.mtp_depths}; use 1 to depths"
 
     @property
     def num_layers(self) -> int:
