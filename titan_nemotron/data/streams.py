@@ -1,0 +1,214 @@
+"""Virtual streams: documents packed into rows that are the same for any number of ranks.
+
+Document n belongs to stream n mod S; a stream packs its documents, each followed by the end-of-document token, into rows of
+exactly L tokens; row g of the whole corpus is row g // S of stream g mod S; rank r of R reads the rows with g mod R == r.
+
+Shapes: B rows, L positions, A tokens of look-ahead (1 + multi-token-prediction depths).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from titan_nemotron.data.config import DataConfig
+from titan_nemotron.data.order import NoMoreDocuments, Order, PermutedOrder, Selection, StreamedOrder
+from titan_nemotron.data.sources import IndexedSource, Record, StreamedSource, open_source
+from titan_nemotron.data.tokenizer import Tokenizer
+from titan_nemotron.errors import UserError
+
+NO_DOCUMENT = -1  # layout.PADDING, without importing torch
+
+
+@dataclass
+class Rows:
+    """B packed rows and the streams' states behind them.
+
+    tokens        [B, L+A] int32  the look-ahead continues the row's last document only
+    document_ids  [B, L+A] int32  0, 1, 2, ... from left to right; -1 is padding
+    target_bytes  bytes of text that the targets inside the L positions stand for; None when not known
+    """
+
+    tokens: np.ndarray
+    document_ids: np.ndarray
+    target_bytes: int | None
+    states: dict[str, dict[str, Any]]
+
+
+class Stream:
+    """One virtual stream: where it is, and its next row."""
+
+    def __init__(self, number: int, stride: int, state: dict[str, Any]) -> None:
+        """state: rows given, document being read, its tokens already used, and a mark to find it (StreamedOrder)."""
+        self.number, self.stride = number, stride
+        self.rows: int = state.get("rows", 0)
+        self.document: int = state.get("document", number)
+        self.offset: int = state.get("offset", 0)
+        self.mark: Any = state.get("mark")
+        self._tokens: np.ndarray | None = None
+        self._bytes: np.ndarray | None = None
+
+    def state(self, order: Order) -> dict[str, Any]:
+        mark = self.mark if self._tokens is not None else order.mark(self.document)
+        state = {"rows": self.rows, "document": self.document, "offset": self.offset}
+        return state if mark is None else {**state, "mark": mark}
+
+    def row(self, order: Order, encode: "Encoder", length: int, look_ahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Tokens, document ids and bytes of the next row, int32 [L+A] each; None when no document is left."""
+        tokens = np.full(length + look_ahead, encode.eos_id, dtype=np.int32)
+        ids = np.full(length + look_ahead, NO_DOCUMENT, dtype=np.int32)
+        sizes = np.zeros(length + look_ahead, dtype=np.int32)
+        filled = index = 0
+        while filled < length:
+            if self._tokens is None and not self._open(order, encode):
+                break
+            take = min(length - filled, len(self._tokens) - self.offset)  # type: ignore[arg-type]
+            self._copy(tokens, ids, sizes, filled, take, index)
+            filled, index, self.offset = filled + take, index + 1, self.offset + take
+            if self.offset == len(self._tokens):  # type: ignore[arg-type]
+                self._tokens = self._bytes = None
+                self.document, self.offset = self.document + self.stride, 0
+        if filled == 0:
+            return None
+        if self._tokens is not None:
+            self._copy(tokens, ids, sizes, length, min(look_ahead, len(self._tokens) - self.offset), index - 1)
+        self.rows += 1
+        return tokens, ids, sizes
+
+    def _copy(self, tokens: np.ndarray, ids: np.ndarray, sizes: np.ndarray, start: int, count: int, index: int) -> None:
+        assert self._tokens is not None and self._bytes is not None
+        tokens[start : start + count] = self._tokens[self.offset : self.offset + count]
+        sizes[start : start + count] = self._bytes[self.offset : self.offset + count]
+        ids[start : start + count] = index
+
+    def _open(self, order: Order, encode: "Encoder") -> bool:
+        while True:
+            try:
+                record, self.mark = order.document(self.document)
+            except NoMoreDocuments:
+                return False
+            if record is not None:
+                self._tokens, self._bytes = encode(record)
+                if self.offset < len(self._tokens):
+                    return True
+                raise UserError(f"the documents have changed since the checkpoint: document {self.document} has become shorter")
+            self.document, self.offset = self.document + self.stride, 0
+
+
+class Encoder:
+    """Tokens of a document with the end-of-document token, and the bytes each stands for."""
+
+    def __init__(self, tokenizer: Tokenizer, exact_bytes: bool) -> None:
+        """exact_bytes: count them also for a tokenizer that is not byte-level, at the price of slower encoding."""
+        self.tokenizer, self.eos_id = tokenizer, tokenizer.eos_id
+        self.table = tokenizer.token_bytes
+        self.exact = exact_bytes or self.table is not None
+        self.knows_bytes = self.exact
+
+    def __call__(self, record: Record) -> tuple[np.ndarray, np.ndarray]:
+        if record.tokens is not None:
+            ids = record.tokens
+            self.knows_bytes = self.table is not None
+            sizes = np.zeros(len(ids), dtype=np.int32) if self.table is None else self.table[ids]
+        elif self.exact:
+            ids, sizes = self.tokenizer.encode_with_bytes(record.text or "")
+        else:
+            ids = np.array(self.tokenizer.encode([record.text or ""])[0], dtype=np.int32)
+            sizes = np.zeros(len(ids), dtype=np.int32)
+        return np.append(ids, np.int32(self.eos_id)), np.append(sizes, np.int32(0))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides which rows a rank reads; travels to the background process."""
+
+    config: DataConfig
+    length: int
+    mtp_depths: int
+    rows: int
+    data_rank: int
+    data_degree: int
+    seed: int
+    split: str
+
+    @property
+    def look_ahead(self) -> int:
+        return 1 + self.mtp_depths
+
+    @property
+    def streams(self) -> int:
+        """Validation is one stream, read once from end to end, so that any number of rows is an unbiased sample."""
+        return self.config.streams if self.split == "train" else 1
+
+
+class RowReader:
+    """The rows of one rank, B at a time, and the state of its streams."""
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, state: dict[str, Any] | None = None) -> None:
+        self.plan = plan
+        config = plan.config
+        table = "[[data.source]]"
+        configs = config.source
+        if plan.split == "validation" and config.validation_source:
+            table, configs = "[[data.validation_source]]", config.validation_source
+        sources = [open_source(source, table) for source in configs]
+        for source in sources:
+            if getattr(source, "tokenizer_hash", tokenizer.fingerprint) != tokenizer.fingerprint:
+                raise UserError(f"{table}: the token shards were made with another tokenizer; set [data] tokenizer to their directory")
+        entries = (state or {}).get("streams", {})
+        every = range(plan.streams)
+        owned = [number for number in every if plan.split != "train" or number % plan.data_degree == plan.data_rank]
+        self.streams = {number: Stream(number, plan.streams, entries.get(str(number), {})) for number in owned}
+        self.order = self._make_order(sources)
+        self.order.check()
+        self.encode = Encoder(tokenizer, exact_bytes=plan.split != "train")
+        rows_done = sum(entry["rows"] for entry in entries.values())
+        self.next_row = rows_done + (plan.data_rank - rows_done) % plan.data_degree
+
+    def _make_order(self, sources: list[IndexedSource | StreamedSource]) -> Order:
+        plan, config = self.plan, self.plan.config
+        selection, endless = Selection(plan.split, config.held_out), plan.split == "train"
+        indexed = [source for source in sources if isinstance(source, IndexedSource)]
+        if len(indexed) == len(sources):
+            return PermutedOrder(indexed, selection, plan.seed, endless=endless)
+        marks = [stream.mark for stream in self.streams.values()]
+        return StreamedOrder(
+            sources,
+            selection,
+            plan.seed,
+            endless=endless,
+            block=config.shuffle_block,
+            streams=plan.streams,
+            starts={number: stream.document for number, stream in self.streams.items()},
+            mark=None if None in marks else min(marks, key=lambda mark: mark["number"]),
+        )
+
+    def read(self) -> Rows | None:
+        """The next microbatch; None when validation has no document left.
+
+        All ranks get the same number of microbatches: rows behind the last document are padding.
+        """
+        plan, rows = self.plan, []
+        touched = set()
+        if plan.split == "train":
+            for _ in range(plan.rows):
+                number = self.next_row % plan.streams
+                rows.append(self._row(number))
+                touched.add(number)
+                self.next_row += plan.data_degree
+        else:
+            group = [self._row(0) for _ in range(plan.rows * plan.data_degree)]
+            if group[0] is None:
+                return None
+            rows = group[plan.data_rank :: plan.data_degree]
+            touched.add(0)
+        total = plan.length + plan.look_ahead
+        empty = np.full(total, self.encode.eos_id, np.int32), np.full(total, NO_DOCUMENT, np.int32), np.zeros(total, np.int32)
+        tokens, ids, sizes = (np.stack(parts) for parts in zip(*(row or empty for row in rows), strict=True))
+        is_target = (ids[:, 1 : plan.length + 1] == ids[:, : plan.length]) & (ids[:, : plan.length] >= 0)
+        target_bytes = int(sizes[:, 1 : plan.length + 1][is_target].sum()) if self.encode.knows_bytes else None
+        states = {str(number): self.streams[number].state(self.order) for number in touched}
+        return Rows(tokens, ids, target_bytes, states)
+
+    def _row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        return self.streams[number].row(self.order, self.encode, self.plan.length, self.plan.look_ahead)
