@@ -1,9 +1,9 @@
 """The loader: microbatches for one data rank, from a background process, with a state exact to the row.
 
-    loader = build_loader(config, tokenizer, sequence_length=4096, mtp_depths=2, rows_per_microbatch=1,
-                          data_rank=0, data_degree=1, seed=0)
-    batch = next(loader)                 # endless for split="train"
-    state = loader.state_dict()          # of the last batch handed out; merge_states() joins those of all ranks
+loader = build_loader(config, tokenizer, sequence_length=4096, mtp_depths=2, rows_per_microbatch=1,
+                      data_rank=0, data_degree=1, seed=0)
+batch = next(loader)                 # endless for split="train"
+state = loader.state_dict()          # of the last batch handed out; merge_states() joins those of all ranks
 """
 
 import logging
@@ -42,10 +42,16 @@ def build_loader(
     UserError when the sources cannot be read or hold nothing, and when the degree does not divide the number of streams.
     """
     if config.streams % data_degree:
-        raise UserError(f"[data] streams = {config.streams}: {data_degree} data ranks do not divide it; make it a multiple")
+        raise UserError(
+            f"[data] streams = {config.streams}: {data_degree} data ranks do not divide it; make it a multiple"
+        )
     if split == "validation" and not config.has_validation:
-        raise UserError("[data] validation_fraction = 0: there is nothing to validate on; raise it or name a [[data.validation_source]]")
-    return Loader(Plan(config, sequence_length, mtp_depths, rows_per_microbatch, data_rank, data_degree, seed, split), tokenizer)
+        raise UserError(
+            "[data] validation_fraction = 0: there is nothing to validate on; raise it or name a [[data.validation_source]]"
+        )
+    return Loader(
+        Plan(config, sequence_length, mtp_depths, rows_per_microbatch, data_rank, data_degree, seed, split), tokenizer
+    )
 
 
 class Loader(Iterator[Batch]):
@@ -120,7 +126,7 @@ class Loader(Iterator[Batch]):
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """{"order": what the documents' order depends on, "streams": {number: {...}}} of this rank's streams that have given rows."""
+        """{"order": what the order of documents depends on, "streams": {number: {...}}}: this rank's streams with rows."""
         return {"order": self._order(), "streams": {number: dict(entry) for number, entry in self._streams.items()}}
 
     def _order(self) -> dict[str, Any]:
@@ -132,17 +138,22 @@ class Loader(Iterator[Batch]):
         UserError when the sources, the seed or the number of streams have changed, or a rank's state is missing.
         """
         entries = {str(number): entry for number, entry in state["streams"].items()}
+        order = self._order()
         for key, saved in state.get("order", {}).items():
-            if saved != self._order()[key]:
+            if saved != order[key]:
                 raise UserError(
-                    f"[data]: the checkpoint's documents were in another order: {key} was {saved}, now {self._order()[key]}; restore it"
+                    f"[data]: the checkpoint counts {key} = {saved}, now it is {order[key]}; restore the data"
                 )
         rows = {int(number): entry["rows"] for number, entry in entries.items()}
         total, streams = sum(rows.values()), self.plan.streams
         if any(rows.get(number, 0) != (total - number + streams - 1) // streams for number in range(streams)):
             raise UserError("the checkpoint's data state does not hold the streams of every rank")
         self.close()
-        mine = {number: entry for number, entry in entries.items() if int(number) % self.plan.data_degree == self.plan.data_rank}
+        mine = {
+            number: entry
+            for number, entry in entries.items()
+            if int(number) % self.plan.data_degree == self.plan.data_rank
+        }
         self._streams = mine
         self._start({"streams": entries})
 

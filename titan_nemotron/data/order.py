@@ -61,7 +61,7 @@ class Order(Protocol):
 
 
 class PermutedOrder:
-    """All sources are indexed: document n is record permutation(seed, n // N)[n % N] of the N records, one source after the other.
+    """All sources are indexed: document n is record permutation(seed, n // N)[n % N] of their N records.
 
     Held-out, bad and empty records keep their number and give nothing, so that no rank has to read what another owns.
     """
@@ -70,18 +70,20 @@ class PermutedOrder:
         self.sources, self.selection, self.seed, self.endless = sources, selection, seed, endless
         self.bad = BadRecords()
         self.first = np.concatenate([[0], np.cumsum([source.num_records for source in sources])])
-        self.num_documents = int(self.first[-1])
+        size = int(self.first[-1])
         self._places: np.ndarray | None = None
         if not endless:  # few documents: find them once instead of passing over all others
             taken = [np.flatnonzero(selection.takes(source.keys(0, source.num_records))) for source in sources]
             self._places = np.concatenate([places + start for places, start in zip(taken, self.first, strict=False)])
-            self.num_documents = len(self._places)
+            size = len(self._places)
+        self._size = size
+        self.num_documents: int | None = size
 
     def document(self, number: int) -> tuple[Record | None, None]:
-        epoch, index = divmod(number, max(1, self.num_documents))
-        if self.num_documents == 0 or (epoch > 0 and not self.endless):
+        epoch, index = divmod(number, max(1, self._size))
+        if self._size == 0 or (epoch > 0 and not self.endless):
             raise NoMoreDocuments
-        place = permuted(index, self.num_documents, mix(mix(self.seed) + epoch))
+        place = permuted(index, self._size, mix(mix(self.seed) + epoch))
         return self._read(int(self._places[place]) if self._places is not None else place), None
 
     def _read(self, place: int) -> Record | None:
@@ -100,7 +102,7 @@ class PermutedOrder:
 
     def check(self) -> None:
         """Reads until the first document that has text."""
-        for place in self._places if self._places is not None else range(self.num_documents):
+        for place in self._places if self._places is not None else range(self._size):
             if self._read(int(place)) is not None:
                 self.bad = BadRecords()
                 return
@@ -110,11 +112,11 @@ class PermutedOrder:
 class StreamedOrder:
     """Some source can only be read in order: documents are numbered as they are read, epoch after epoch.
 
-    Each source is read in blocks of records that are permuted by (seed, epoch, source, block); bad, empty and held-out records get
-    no number. Every rank reads everything and keeps the text of its own streams' documents until they are asked for.
+    Each source is read in blocks of records that are permuted by (seed, epoch, source, block); bad, empty and held-out
+    records get no number. Every rank reads everything and keeps its own streams' documents until they are asked for.
     """
 
-    num_documents = None
+    num_documents: int | None = None
 
     def __init__(
         self,
@@ -221,12 +223,17 @@ def nothing_to_read(selection: Selection, num_records: int, bad: BadRecords) -> 
     if num_records == 0:
         return UserError(f"{which}: the sources hold no documents")
     if bad.count:
-        return UserError(f"{which}: none of {num_records} records can be used, {bad.count} are bad; the first is {bad.named[0]}")
+        return UserError(
+            f"{which}: none of {num_records} records can be used, {bad.count} are bad; the first is {bad.named[0]}"
+        )
     if selection.split == "validation" and selection.fraction:
         return UserError(
-            f"[data] validation_fraction = {selection.fraction}: none of {num_records} documents is held out; raise it or name a [[data.validation_source]]"
+            f"[data] validation_fraction = {selection.fraction}: holds out none of {num_records} documents; "
+            "raise it or name a [[data.validation_source]]"
         )
-    return UserError(f"{which}: none of {num_records} documents has any text to {'train on' if selection.split == 'train' else 'validate on'}")
+    return UserError(
+        f"{which}: none of {num_records} documents has any text to {'train on' if selection.split == 'train' else 'validate on'}"
+    )
 
 
 def training_texts(config: DataConfig) -> list[str]:
@@ -238,7 +245,9 @@ def training_texts(config: DataConfig) -> list[str]:
         for index, record in enumerate(in_order(source)):
             num_records += 1
             if record.tokens is not None:
-                raise UserError("[data] tokenizer: token shards hold no text to train one on; set it to the shards' directory")
+                raise UserError(
+                    "[data] tokenizer: token shards hold no text to train one on; set it to the shards' directory"
+                )
             if record.problem is not None:
                 bad.add(source.name(index), record.problem)
             elif record.text and selection.takes(source.keys(index, index + 1))[0]:

@@ -44,8 +44,9 @@ class ShardWriter:
         self._start_shard()
 
     def _start_shard(self) -> None:
-        self._file = open(self.partial / f"{len(self.shards):05d}.tokens", "wb")
-        self._offsets, self._keys = [0], [0][:0]
+        self._file = open(self.partial / f"{len(self.shards):05d}.tokens", "wb")  # noqa: SIM115  closed by _end_shard
+        self._offsets: list[int] = [0]
+        self._keys: list[int] = []
 
     def _end_shard(self) -> None:
         self._file.close()
@@ -104,7 +105,9 @@ class TokenShards:
         dtype = np.dtype(self.manifest["dtype"]).newbyteorder("<")
         self.tokenizer_hash: str = self.manifest["tokenizer_hash"]
         self._tokens = [self._map(shard, "tokens", dtype, shard["tokens"], where) for shard in self.manifest["shards"]]
-        self._offsets = [self._map(shard, "offsets", "<i8", shard["documents"] + 1, where) for shard in self.manifest["shards"]]
+        self._offsets = [
+            self._map(shard, "offsets", "<i8", shard["documents"] + 1, where) for shard in self.manifest["shards"]
+        ]
         self._keys = [self._map(shard, "keys", "<u8", shard["documents"], where) for shard in self.manifest["shards"]]
         self.first = np.concatenate([[0], np.cumsum([len(keys) for keys in self._keys])]).astype(np.int64)
         self.num_records = int(self.first[-1])
@@ -114,7 +117,9 @@ class TokenShards:
         size = path.stat().st_size if path.is_file() else -1
         if size != count * dtype.itemsize:
             found = "missing" if size < 0 else f"{size} bytes"
-            raise UserError(f"{where} path: {path} is {found}, the manifest says {count * dtype.itemsize} bytes; write the shards again")
+            raise UserError(
+                f"{where} path: {path} is {found}, the manifest says {count * dtype.itemsize} bytes; write the shards again"
+            )
         return np.memmap(path, dtype=dtype, mode="r") if count else np.zeros(0, dtype=dtype)
 
     def keys(self, start: int, stop: int) -> np.ndarray:

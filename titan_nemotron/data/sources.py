@@ -113,7 +113,9 @@ class JsonLines:
                 empty = path.stat().st_size == 0  # an empty file cannot be mapped
                 data = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             if data[:2] == b"\x1f\x8b" or data[:4] == b"\x28\xb5\x2f\xfd":
-                raise UserError(f'{where} path: {path} is compressed; unpack it, or read it with kind = "datasets", path = "json", files = ...')
+                raise UserError(
+                    f'{where} path: {path} is compressed; unpack it, or use kind = "datasets", path = "json", files = ...'
+                )
             self.maps.append(data)
             self.ends.append(_line_ends(data))
         self.first = np.concatenate([[0], np.cumsum([len(ends) for ends in self.ends])])
@@ -221,6 +223,7 @@ class StreamedDataset:
     def __init__(self, dataset: Any, field: str, label: str) -> None:
         self.dataset, self.field, self.label = dataset, field, label
         self.hash = name_hash(label)
+        self._beginning = dataset.state_dict()
 
     def keys(self, start: int, stop: int) -> np.ndarray:
         return record_keys(self.hash, start, stop)
@@ -232,14 +235,15 @@ class StreamedDataset:
         return self.dataset.state_dict()
 
     def records(self, start: int, cursor: Any = None) -> Iterator[Record]:
-        if cursor is None:
-            cursor, start_from = self._fresh, start
-        else:
-            start_from = 0
-        self.dataset.load_state_dict(cursor)
-        for number, fields in enumerate(self.dataset):
-            if number >= start_from:
-                yield field_text(fields, self.field)
+        self.dataset.load_state_dict(self._beginning if cursor is None else cursor)
+        index = 0 if cursor is None else start
+        try:
+            for fields in self.dataset:
+                if index >= start:
+                    yield field_text(fields, self.field)
+                index += 1
+        except Exception as error:  # a file it cannot parse, a lost connection, ...: there is no way past it
+            raise UserError(f"{self.name(index)}: datasets cannot read on: {_first_line(error)}") from error
 
 
 class IndexedDataset:
@@ -268,7 +272,11 @@ def matching_files(pattern: str, where: str) -> list[tuple[str, Path]]:
     found = [Path(path) for path in glob.glob(str(Path(*parts)), recursive=True)]
     files = sorted((path.relative_to(root).as_posix(), path) for path in found if path.is_file())
     if not files:
-        hint = f"; it is a directory, write {pattern.rstrip('/')}/**/* for all files below it" if Path(*parts).is_dir() else ""
+        hint = (
+            f"; it is a directory, write {pattern.rstrip('/')}/**/* for all files below it"
+            if Path(*parts).is_dir()
+            else ""
+        )
         raise UserError(f"{where} path = {pattern!r}: no file matches{hint}")
     return files
 
@@ -284,7 +292,9 @@ def standard_library(where: str) -> list[tuple[str, Path]]:
         and not path.is_symlink()
     ]
     if not files:
-        raise UserError(f'{where} kind = "stdlib": {root} has no .py files; name other text with kind = "text" and path = ...')
+        raise UserError(
+            f'{where} kind = "stdlib": {root} has no .py files; name other text with kind = "text" and path = ...'
+        )
     return sorted(files)
 
 
@@ -327,6 +337,10 @@ def _open_dataset(config: SourceConfig, where: str) -> IndexedSource | StreamedS
     except UserError:
         raise
     except Exception as error:  # the library raises a dozen kinds: names not found, no network, unknown split, ...
-        reason = str(error).strip().splitlines()
-        raise UserError(f"{where} path = {config.path!r}: datasets cannot load it: {reason[0] if reason else type(error).__name__}") from error
+        raise UserError(f"{where} path = {config.path!r}: datasets cannot load it: {_first_line(error)}") from error
     return StreamedDataset(stream, config.field, label)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -18,6 +18,7 @@ from titan_nemotron.data.tokenizer import Tokenizer
 from titan_nemotron.errors import UserError
 
 NO_DOCUMENT = -1  # layout.PADDING, without importing torch
+Row = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, document ids, bytes of text: int32 [L+A] each
 
 
 @dataclass
@@ -45,54 +46,53 @@ class Stream:
         self.document: int = state.get("document", number)
         self.offset: int = state.get("offset", 0)
         self.mark: Any = state.get("mark")
-        self._tokens: np.ndarray | None = None
-        self._bytes: np.ndarray | None = None
+        self._open: tuple[np.ndarray, np.ndarray] | None = None  # tokens and bytes of the document being read
 
     def state(self, order: Order) -> dict[str, Any]:
-        mark = self.mark if self._tokens is not None else order.mark(self.document)
+        mark = self.mark if self._open is not None else order.mark(self.document)
         state = {"rows": self.rows, "document": self.document, "offset": self.offset}
         return state if mark is None else {**state, "mark": mark}
 
-    def row(self, order: Order, encode: "Encoder", length: int, look_ahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    def row(self, order: Order, encode: "Encoder", length: int, look_ahead: int) -> Row | None:
         """Tokens, document ids and bytes of the next row, int32 [L+A] each; None when no document is left."""
-        tokens = np.full(length + look_ahead, encode.eos_id, dtype=np.int32)
-        ids = np.full(length + look_ahead, NO_DOCUMENT, dtype=np.int32)
-        sizes = np.zeros(length + look_ahead, dtype=np.int32)
+        row = encode.empty_row(length + look_ahead)
         filled = index = 0
-        while filled < length:
-            if self._tokens is None and not self._open(order, encode):
-                break
-            take = min(length - filled, len(self._tokens) - self.offset)  # type: ignore[arg-type]
-            self._copy(tokens, ids, sizes, filled, take, index)
-            filled, index, self.offset = filled + take, index + 1, self.offset + take
-            if self.offset == len(self._tokens):  # type: ignore[arg-type]
-                self._tokens = self._bytes = None
-                self.document, self.offset = self.document + self.stride, 0
+        while filled < length and self._next_document(order, encode):
+            count = self._copy(row, filled, length, index)
+            filled, index, self.offset = filled + count, index + 1, self.offset + count
+            if self._open is not None and self.offset == len(self._open[0]):
+                self._open, self.document, self.offset = None, self.document + self.stride, 0
         if filled == 0:
             return None
-        if self._tokens is not None:
-            self._copy(tokens, ids, sizes, length, min(look_ahead, len(self._tokens) - self.offset), index - 1)
+        if self._open is not None:
+            self._copy(row, length, length + look_ahead, index - 1)
         self.rows += 1
-        return tokens, ids, sizes
+        return row
 
-    def _copy(self, tokens: np.ndarray, ids: np.ndarray, sizes: np.ndarray, start: int, count: int, index: int) -> None:
-        assert self._tokens is not None and self._bytes is not None
-        tokens[start : start + count] = self._tokens[self.offset : self.offset + count]
-        sizes[start : start + count] = self._bytes[self.offset : self.offset + count]
+    def _copy(self, row: Row, start: int, stop: int, index: int) -> int:
+        """Fill start..stop from the open document as far as it goes; returns how many tokens that were."""
+        assert self._open is not None
+        tokens, ids, sizes = row
+        count = min(stop - start, len(self._open[0]) - self.offset)
+        tokens[start : start + count] = self._open[0][self.offset : self.offset + count]
+        sizes[start : start + count] = self._open[1][self.offset : self.offset + count]
         ids[start : start + count] = index
+        return count
 
-    def _open(self, order: Order, encode: "Encoder") -> bool:
-        while True:
+    def _next_document(self, order: Order, encode: "Encoder") -> bool:
+        """Open a document if none is open; False when there is none."""
+        while self._open is None:
             try:
                 record, self.mark = order.document(self.document)
             except NoMoreDocuments:
                 return False
-            if record is not None:
-                self._tokens, self._bytes = encode(record)
-                if self.offset < len(self._tokens):
-                    return True
-                raise UserError(f"the documents have changed since the checkpoint: document {self.document} has become shorter")
-            self.document, self.offset = self.document + self.stride, 0
+            if record is None:
+                self.document, self.offset = self.document + self.stride, 0
+                continue
+            self._open = encode(record)
+            if self.offset >= len(self._open[0]):
+                raise UserError(f"[data]: document {self.document} is shorter than at the checkpoint; restore the data")
+        return True
 
 
 class Encoder:
@@ -104,6 +104,9 @@ class Encoder:
         self.table = tokenizer.token_bytes
         self.exact = exact_bytes or self.table is not None
         self.knows_bytes = self.exact
+
+    def empty_row(self, total: int) -> Row:
+        return np.full(total, self.eos_id, np.int32), np.full(total, NO_DOCUMENT, np.int32), np.zeros(total, np.int32)
 
     def __call__(self, record: Record) -> tuple[np.ndarray, np.ndarray]:
         if record.tokens is not None:
@@ -154,7 +157,9 @@ class RowReader:
         sources = [open_source(source, table) for source in configs]
         for source in sources:
             if getattr(source, "tokenizer_hash", tokenizer.fingerprint) != tokenizer.fingerprint:
-                raise UserError(f"{table}: the token shards were made with another tokenizer; set [data] tokenizer to their directory")
+                raise UserError(
+                    f"{table}: the token shards were made with another tokenizer; set [data] tokenizer to their directory"
+                )
         entries = (state or {}).get("streams", {})
         every = range(plan.streams)
         owned = [number for number in every if plan.split != "train" or number % plan.data_degree == plan.data_rank]
@@ -202,13 +207,12 @@ class RowReader:
                 return None
             rows = group[plan.data_rank :: plan.data_degree]
             touched.add(0)
-        total = plan.length + plan.look_ahead
-        empty = np.full(total, self.encode.eos_id, np.int32), np.full(total, NO_DOCUMENT, np.int32), np.zeros(total, np.int32)
+        empty = self.encode.empty_row(plan.length + plan.look_ahead)
         tokens, ids, sizes = (np.stack(parts) for parts in zip(*(row or empty for row in rows), strict=True))
         is_target = (ids[:, 1 : plan.length + 1] == ids[:, : plan.length]) & (ids[:, : plan.length] >= 0)
         target_bytes = int(sizes[:, 1 : plan.length + 1][is_target].sum()) if self.encode.knows_bytes else None
         states = {str(number): self.streams[number].state(self.order) for number in touched}
         return Rows(tokens, ids, target_bytes, states)
 
-    def _row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    def _row(self, number: int) -> Row | None:
         return self.streams[number].row(self.order, self.encode, self.plan.length, self.plan.look_ahead)

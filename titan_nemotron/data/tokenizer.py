@@ -51,7 +51,9 @@ class Tokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             hint = "the directory has no tokenizer.json" if path.is_dir() else "no such file or directory"
-            raise UserError(f'[data] tokenizer = {str(path)!r}: {hint}; give a tokenizer.json, a directory with one, or "train"')
+            raise UserError(
+                f'[data] tokenizer = {str(path)!r}: {hint}; give a tokenizer.json, a directory with one, or "train"'
+            )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
@@ -106,9 +108,13 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> np.ndarray | None:
-        """Bytes of text of each token, int32 [vocabulary size], 0 for special tokens; None unless the vocabulary is byte-level."""
+        """Bytes of text of each token, int32 [vocabulary size], 0 for special ones; None unless all are byte-level."""
         description = json.loads(self.backend.to_str())
-        if description["model"]["type"] != "BPE" or description.get("normalizer") or not _is_byte_level(description["pre_tokenizer"]):
+        if (
+            description["model"]["type"] != "BPE"
+            or description.get("normalizer")
+            or not _is_byte_level(description["pre_tokenizer"])
+        ):
             return None
         sizes = np.zeros(self.vocabulary_size, dtype=np.int32)
         for token, number in description["model"]["vocab"].items():
@@ -124,7 +130,11 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json, readable by transformers' AutoTokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(directory / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token, "clean_up_tokenization_spaces": False}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.eos_token,
+            "clean_up_tokenization_spaces": False,
+        }
         if self.bos_token is not None:
             config["bos_token"] = self.bos_token
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -153,7 +163,9 @@ def _is_byte_level(step: dict[str, Any] | None) -> bool:
         return False
     if step["type"] == "Sequence":
         steps = step["pretokenizers"]
-        return any(_is_byte_level(inner) for inner in steps) and not any(inner.get("add_prefix_space") for inner in steps)
+        return any(_is_byte_level(inner) for inner in steps) and not any(
+            inner.get("add_prefix_space") for inner in steps
+        )
     return bool(step["type"] == "ByteLevel" and not step["add_prefix_space"])
 
 
@@ -167,7 +179,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
 
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -178,7 +193,9 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
     )
     backend.train_from_iterator(texts, trainer)
     if backend.get_vocab_size() != vocabulary_size:
-        raise UserError(f"[data] vocabulary_size = {vocabulary_size}: the documents give only {backend.get_vocab_size()} tokens; lower it")
+        raise UserError(
+            f"[data] vocabulary_size = {vocabulary_size}: the documents give only {backend.get_vocab_size()} tokens; lower it"
+        )
     return Tokenizer(backend, END_OF_DOCUMENT)
 
 

@@ -6,6 +6,7 @@ ended the work, come back over another. It ignores Ctrl-C and SIGTERM (the train
 the trainer closes the pipe or is gone.
 """
 
+import contextlib
 import os
 import pickle
 import queue
@@ -74,10 +75,8 @@ class Worker:
             self.process.kill()  # it owns nothing that must be put in order
         self.process.wait()
         if self.process.stdin is not None:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
-            except BrokenPipeError:
-                pass
 
 
 def main(results: int, parent: int, prefetch: int) -> None:
