@@ -61,7 +61,10 @@ def dispatch(name: str, arguments: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         similar = difflib.get_close_matches(name, COMMANDS, n=1)
-        raise UserError(f"{name}: unknown command; " + (f"did you mean {similar[0]}?" if similar else f"use one of {', '.join(COMMANDS)}"))
+        raise UserError(
+            f"{name}: unknown command; "
+            + (f"did you mean {similar[0]}?" if similar else f"use one of {', '.join(COMMANDS)}")
+        )
     importlib.import_module(f"titan_nemotron.commands.{name}").run(arguments)
     return 0
 

@@ -2,6 +2,6 @@
 
 from titan_nemotron.config.document import json_schema, reference_markdown, to_toml
 from titan_nemotron.config.load import build, load, split
-from titan_nemotron.config.table import POSITIONAL, Table
+from titan_nemotron.config.table import POSITIONAL, KeysOf, Table
 
-__all__ = ["POSITIONAL", "Table", "build", "json_schema", "load", "reference_markdown", "split", "to_toml"]
+__all__ = ["POSITIONAL", "KeysOf", "Table", "build", "json_schema", "load", "reference_markdown", "split", "to_toml"]

@@ -5,10 +5,10 @@ from pathlib import PurePath
 from typing import Any
 
 import tomli_w
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from titan_nemotron.config import keys
-from titan_nemotron.config.flags import sentence
 from titan_nemotron.config.table import Table
 
 
@@ -39,19 +39,26 @@ def reference_markdown(table: type[Table]) -> str:
 
 
 def _sections(table: type[Table], path: keys.Path) -> Iterator[str]:
-    rows, below = [], []
+    """The rows of a table's own keys, then a section for each table inside it."""
+    subtables: dict[str, type[Table] | dict[str, FieldInfo]] = {}
     for name, field in table.model_fields.items():
-        inner, item = keys.inner_table(field.annotation), keys.item_table(field.annotation)
-        inside = (*path, name)
-        if inner or item:
-            title = f"[[{keys.dotted(inside)}]]" if item else f"[{keys.dotted(inside)}]"
-            below += ["", f"{'#' * (len(inside) + 1)} `{title}`", "", field.description or ""]
-            below += _sections(item or inner, inside)  # type: ignore[arg-type]
-            continue
+        inner = keys.inner_table(field.annotation) or keys.item_table(field.annotation) or keys.usual_keys(field)
+        if inner:
+            subtables[name] = inner
+    own = {name: field for name, field in table.model_fields.items() if name not in subtables}
+    yield from _rows(own)
+    for name, inner in subtables.items():
+        field, inside = table.model_fields[name], (*path, name)
+        title = f"[[{keys.dotted(inside)}]]" if keys.item_table(field.annotation) else f"[{keys.dotted(inside)}]"
+        yield from ["", f"{'#' * (len(inside) + 1)} `{title}`", "", field.description or ""]
+        yield from _rows(inner) if isinstance(inner, dict) else _sections(inner, inside)
+
+
+def _rows(fields: dict[str, FieldInfo]) -> Iterator[str]:
+    if fields:
+        yield from ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, field in fields.items():
         default = keys.default_of(field)
         shown = "required" if default is PydanticUndefined else "" if default is None else f"`{keys.toml(default)}`"
         cells = [f"`{name}`", keys.type_text(field.annotation, field.metadata), shown, field.description or ""]
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    if rows:
-        yield from ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
-    yield from below
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -27,14 +27,18 @@ def read(file: str | FilePath) -> tuple[Tree, Origins]:
 
 def _read(file: FilePath, below: tuple[FilePath, ...]) -> tuple[Tree, Origins]:
     if file.resolve() in [child.resolve() for child in below]:
-        raise UserError(f"{below[-1]}: base goes in a circle: {' -> '.join(map(str, (*below, file)))}; remove one of them")
+        raise UserError(
+            f"{below[-1]}: base goes in a circle: {' -> '.join(map(str, (*below, file)))}; remove one of them"
+        )
     tree, lines = _parse(file, f'{below[-1]}: base = "{file}": ' if below else "")
     origins: Origins = {path: f"{file}:{line}" for path, line in lines.items()}
     base = tree.pop("base", None)
     if base is None:
         return tree, origins
     if not isinstance(base, str):
-        raise UserError(f"{origins[('base',)]}: base = {base!r}: expected the path of one TOML file, relative to this file")
+        raise UserError(
+            f"{origins[('base',)]}: base = {base!r}: expected the path of one TOML file, relative to this file"
+        )
     merged, merged_origins = _read(file.parent / base, (*below, file))
     merge(merged, tree, merged_origins, origins)
     return merged, merged_origins
@@ -103,11 +107,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _at(tree: Any, path: Path) -> Any:
     for part in path:
-        if isinstance(tree, dict) and part in tree:
+        try:
             tree = tree[part]
-        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
-            tree = tree[part]
-        else:
+        except (KeyError, IndexError, TypeError):
             return None
     return tree
 

@@ -41,7 +41,8 @@ def read(table: type[Table], arguments: Sequence[str], prog: str) -> tuple[list[
     alone, arguments = list(arguments[:first_flag]), arguments[first_flag:]
     asked_for_help = "-h" in arguments or "--help" in arguments
     given = [path for word in arguments if word.startswith("--") and (path := _path(table, word))]
-    mirror, paths = _mirror(table, given, positionals=asked_for_help)
+    mirror, paths = _mirror(table, given, asked_for_help)
+    parsed: Any
     parsed, rest = tyro.cli(
         mirror,
         args=arguments,
@@ -157,7 +158,7 @@ def _fits(annotation: Any, value: Any) -> bool:
 
 
 def _mirror(
-    table: type[Table], given: Sequence[Path], positionals: bool
+    table: type[Table], given: Sequence[Path], asked_for_help: bool
 ) -> tuple[type, dict[tuple[str, str], Path]]:
     """What tyro reads: a dataclass with one group for each table, one text field for each key.
 
@@ -165,14 +166,16 @@ def _mirror(
     result says which key each (group, field) holds; the group "" is the dataclass itself.
     """
     groups: dict[Path, list[tuple[Path, FieldInfo]]] = {(): []}
-    for path, field in keys.leaves(table):
+    for path, field in keys.leaves(table, free=asked_for_help):
         groups.setdefault(path[:1] if len(path) > 1 else (), [])  # a table comes before its subtables
         groups.setdefault(path[:-1], []).append((path, field))
     listed = {path for path, _ in keys.leaves(table)}
     for path in dict.fromkeys(given):
         if path not in listed:
             found = keys.lookup(table, path)
-            groups.setdefault(path[:-1], []).append((path, found if isinstance(found, FieldInfo) else Field(description="")))
+            groups.setdefault(path[:-1], []).append(
+                (path, found if isinstance(found, FieldInfo) else Field(description=""))
+            )
 
     paths: dict[tuple[str, str], Path] = {}
     top: list[Any] = []
@@ -181,7 +184,7 @@ def _mirror(
         fields: list[Any] = []
         for place, (path, field) in enumerate(members):
             positional = POSITIONAL in field.metadata
-            if positional and not positionals:
+            if positional and not asked_for_help:
                 continue
             paths[group, f"key{place}"] = path
             fields.append(_leaf(f"key{place}", path, field, positional))
@@ -205,7 +208,7 @@ def _leaf(name: str, path: Path, field: FieldInfo, positional: bool) -> tuple[st
     elif default not in (None, {}):
         hints.append(f"default: {keys.toml(default)}")
     if any(member is dict or get_origin(member) is dict for member in keys.members(field.annotation)):
-        hints.append(f"one key of it: --{keys.dotted(path)}.KEY VALUE")
+        hints.append(f"or --{keys.dotted(path)}.KEY VALUE")
     options = tyro.conf.arg(
         name=key,
         metavar=key.upper() if positional else _metavar(field.annotation),

@@ -1,16 +1,17 @@
 """Walking over the keys of a table: what there is, of which type, and which key was probably meant."""
 
+import copy
 import difflib
+import json
 import types
-import typing
-from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from titan_nemotron.config.table import Table
+from titan_nemotron.config.table import KeysOf, Table
 
 Path = tuple[str | int, ...]  # ("data", "source", 0, "path"); written data.source.0.path
 
@@ -21,7 +22,7 @@ def dotted(path: Path) -> str:
 
 def members(annotation: Any) -> tuple[Any, ...]:
     """The alternatives of a type, None left out: int | None -> (int,)."""
-    if get_origin(annotation) is typing.Annotated:
+    if get_origin(annotation) is Annotated:
         return members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(inner for member in get_args(annotation) if member is not type(None) for inner in members(member))
@@ -74,40 +75,61 @@ def inner_table(annotation: Any) -> type[Table] | None:
     return next((member for member in members(annotation) if is_table(member)), None)
 
 
-def leaves(table: type[Table], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
-    """Every key that takes a value, in order; a list of tables is entered once, as its item 0."""
+def leaves(table: type[Table], prefix: Path = (), free: bool = False) -> Iterator[tuple[Path, FieldInfo]]:
+    """Every key that takes a value, in order; a list of tables is entered once, as its item 0.
+
+    free: also the keys that a free table usually has (KeysOf), which means importing the class that says so.
+    """
     for name, field in table.model_fields.items():
         inner, item = inner_table(field.annotation), item_table(field.annotation)
         if inner:
-            yield from leaves(inner, (*prefix, name))
+            yield from leaves(inner, (*prefix, name), free)
         elif item:
-            yield from leaves(item, (*prefix, name, 0))
+            yield from leaves(item, (*prefix, name, 0), free)
         else:
             yield (*prefix, name), field
+            if free and (usual := usual_keys(field)):
+                yield from (((*prefix, name, key), inner_field) for key, inner_field in usual.items())
 
 
-def type_text(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
+def usual_keys(field: FieldInfo) -> dict[str, FieldInfo] | None:
+    """The keys that a free table (KeysOf) usually has, without defaults: those are not the free table's to say."""
+    for item in field.metadata:
+        if isinstance(item, KeysOf):
+            return {name: without_default(key) for name, key in item.table().model_fields.items()}
+    return None
+
+
+def without_default(field: FieldInfo) -> FieldInfo:
+    plain = copy.copy(field)
+    plain.default, plain.default_factory = None, None
+    return plain
+
+
+def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """The type as a person says it: integer >= 1, "linear" | "cosine", list of number."""
-    texts = []
-    for member in members(annotation):
-        origin, arguments = get_origin(member), get_args(member)
-        if origin is Literal:
-            texts.extend(f'"{value}"' if isinstance(value, str) else str(value) for value in arguments)
-        elif origin is list:
-            texts.append(f"list of {type_text(arguments[0])}")
-        elif origin is tuple:
-            texts.append("[" + ", ".join("..." if item is ... else type_text(item) for item in arguments) + "]")
-        elif origin is dict or member is dict:
-            texts.append("table" if not arguments or arguments[1] is Any else f"table of {type_text(arguments[1])}")
-        elif is_table(member):
-            texts.append("table")
-        else:
-            texts.append({bool: "true | false", int: "integer", float: "number", str: "string", Any: "any"}.get(member, "string"))
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(arguments[0], arguments[1:])
+    if origin in (Union, types.UnionType):
+        return " | ".join(type_text(member, metadata) for member in arguments if member is not type(None))
+    if origin is Literal:
+        text = " | ".join(map(toml, arguments))
+    elif origin is list:
+        text = f"list of {type_text(arguments[0])}"
+    elif origin is tuple:
+        text = "[" + ", ".join("..." if item is ... else type_text(item) for item in arguments) + "]"
+    elif origin is dict or annotation is dict:
+        text = "table" if not arguments or arguments[1] is Any else f"table of {type_text(arguments[1])}"
+    elif is_table(annotation):
+        text = "table"
+    else:
+        text = {bool: "true | false", int: "integer", float: "number", Any: "any value"}.get(annotation, "string")
     bounds = bounds_text(metadata)
-    return " | ".join(texts) + (f" {bounds}" if bounds else "")
+    return f"{text} {bounds}" if bounds else text
 
 
-def bounds_text(metadata: typing.Sequence[Any]) -> str:
+def bounds_text(metadata: Sequence[Any]) -> str:
     """The limits of a number or of a list's length: >= 1, < 2."""
     forms = {
         "gt": "> {:g}",
@@ -119,18 +141,17 @@ def bounds_text(metadata: typing.Sequence[Any]) -> str:
         "max_length": "length <= {}",
         "pattern": "like {}",
     }
-    found = ((form, getattr(item, name, None)) for item in metadata for name, form in forms.items())
+    flat = [one for item in metadata for one in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    found = ((form, getattr(item, name, None)) for item in flat for name, form in forms.items())
     return ", ".join(form.format(limit) for form, limit in found if limit is not None)
 
 
 def toml(value: Any) -> str:
     """A value as TOML writes it, on one line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return f'"{value}"'
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_unset=True)
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -21,7 +21,9 @@ AnyTable = TypeVar("AnyTable", bound=Table)
 ROUNDS = 5  # validations before we stop looking for mistakes behind mistakes
 
 
-def load(table: type[AnyTable], file: str | FilePath | None, arguments: Sequence[str] = (), prog: str | None = None) -> AnyTable:
+def load(
+    table: type[AnyTable], file: str | FilePath | None, arguments: Sequence[str] = (), prog: str | None = None
+) -> AnyTable:
     """Read a TOML file with its bases, lay the flags over it, validate.
 
     Raises UserError with one line for each mistake of the file and the flags together. `--help` prints and exits.
@@ -151,11 +153,15 @@ def _unknown_tables(
             del tree[name]
             subtables = [key for key, field in table.model_fields.items() if keys.inner_table(field.annotation)]
             meant = next(iter(difflib.get_close_matches(name, subtables, n=1)), None)
-            hint = f"did you mean [{keys.dotted((*prefix, meant))}]?" if meant else f"known tables: {', '.join(subtables)}"
+            hint = (
+                f"did you mean [{keys.dotted((*prefix, meant))}]?" if meant else f"known tables: {', '.join(subtables)}"
+            )
             yield path, f"{mistakes.where(path, origins)}[{keys.dotted(path)}]: unknown table; {hint}"
             if meant:
                 new_path = (*prefix, meant)
-                moved = {new_path + old[len(path) :]: origin for old, origin in origins.items() if old[: len(path)] == path}
+                moved = {
+                    new_path + old[len(path) :]: origin for old, origin in origins.items() if old[: len(path)] == path
+                }
                 files.merge(tree, {meant: content}, origins, moved, prefix)
                 yield from _unknown_tables(table, root, {meant: tree[meant]}, origins, prefix)
                 continue

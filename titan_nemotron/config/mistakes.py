@@ -53,7 +53,9 @@ def _line(table: type[Table], path: Path, errors: list[ErrorDetails], origins: O
         return f"{where(path, origins)}{keys.dotted(path)}: required, but not given{about}"
     if first["type"] == "extra_forbidden":
         return unknown_key(table, path, first["input"], origins)
-    about = f"expected {keys.type_text(keys.annotation_of(field), field.metadata if isinstance(field, FieldInfo) else ())}"
+    about = (
+        f"expected {keys.type_text(keys.annotation_of(field), field.metadata if isinstance(field, FieldInfo) else ())}"
+    )
     return f"{named(path, first['input'], origins)}: {about}"
 
 
@@ -111,7 +113,9 @@ def named(path: Path, value: Any, origins: Origins) -> str:
     if origin is not None and origin.startswith("--"):
         return origin
     text = keys.toml(value)
-    return f"{where(path, origins)}{keys.dotted(path)} = {text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + '...'}"
+    if len(text) > LONGEST_VALUE:
+        text = text[: LONGEST_VALUE - 3] + "..."
+    return f"{where(path, origins)}{keys.dotted(path)} = {text}"
 
 
 def where(path: Path, origins: Origins) -> str:

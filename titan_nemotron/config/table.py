@@ -1,13 +1,39 @@
 """The base class of every configuration table."""
 
+import importlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from titan_nemotron.errors import UserError
 
-POSITIONAL = "positional"  # Annotated[str, POSITIONAL]: an argument of a command that is given by its place, not by a flag
+POSITIONAL = (
+    "positional"  # Annotated[str, POSITIONAL]: an argument of a command that is given by its place, not by a flag
+)
+
+
+@dataclass(frozen=True)
+class KeysOf:
+    """Annotated[dict[str, Any], KeysOf("module:Class")]: a free table that usually has the keys of another table class.
+
+    Only help, reference and JSON schema use it, and only then is the class imported.
+    """
+
+    path: str
+
+    def table(self) -> "type[Table]":
+        module, _, name = self.path.partition(":")
+        found: type[Table] = getattr(importlib.import_module(module), name)
+        return found
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        properties = self.table().model_json_schema()["properties"]
+        for described in properties.values():
+            described.pop("default", None)
+        return {**handler(core_schema), "properties": properties}
 
 
 class Table(BaseModel):
@@ -30,7 +56,7 @@ class Table(BaseModel):
 
     @model_validator(mode="after")
     def _report_mistakes(self) -> "Table":
-        lines = []
+        lines: list[str] = []
         try:
             lines.extend(self.mistakes())
         except UserError as error:

@@ -1,11 +1,11 @@
 """The `[model]` table."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from titan_nemotron.config import Table, build
+from titan_nemotron.config import KeysOf, Table, build
 from titan_nemotron.errors import UserError
 
 
@@ -17,8 +17,8 @@ class ModelConfig(Table):
         description="Model family: nemotron3, or the import path of a package that exports FAMILY.",
     )
     flavor: str = Field("debug", description="Named size of the family to start from.")
-    config: dict[str, Any] = Field(
-        {}, description="Keys of the family's configuration that differ from the flavor, e.g. hidden_size."
+    config: Annotated[dict[str, Any], KeysOf("titan_nemotron.models.nemotron3.config:Nemotron3Config")] = Field(
+        {}, description="Keys of the family's configuration that differ from the flavor."
     )
 
     def resolved(self) -> Any:

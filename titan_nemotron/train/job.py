@@ -4,9 +4,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from titan_nemotron.checkpoint.config import CheckpointConfig
 from titan_nemotron.config import Table
 from titan_nemotron.models.config import ModelConfig
 from titan_nemotron.ops.config import KernelsConfig
+from titan_nemotron.train.config import MetricsConfig, TrainingConfig
 
 
 class JobConfig(Table):
@@ -21,8 +23,11 @@ class JobConfig(Table):
 
 
 class Job(Table):
-    """Train a model on text."""
+    """Train a model as one TOML file says."""
 
     job: JobConfig = Field(default_factory=JobConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
