@@ -61,7 +61,8 @@ class Slot(NamedTuple):
 class Family:
     """config: its pydantic table; model: nn.Module class built from a config; flavors: named sizes; hub: names and configs.
 
-    hub exports tensors(config) -> dict[hub name, Slot], config_from_hub(dict) and config_to_hub(config, dtype).
+    hub exports MODEL_TYPE (as in config.json), tensors(config) -> dict[hub name, Slot], config_from_hub(dict) and
+    config_to_hub(config, dtype).
     """
 
     name: str
@@ -82,3 +83,13 @@ def load_family(name: str) -> Family:
     if not isinstance(family, Family):
         raise UserError(f"model.family: {path} exports no FAMILY; it needs a titan_nemotron.models.family.Family")
     return family
+
+
+def family_of_hub(config: Mapping[str, Any], where: str) -> Family:
+    """The built-in family that reads a hub config.json; `where` names it in the UserError when there is none."""
+    families = [load_family(name) for name in BUILT_IN]
+    for family in families:
+        if family.hub.MODEL_TYPE == config.get("model_type"):
+            return family
+    known = ", ".join(family.hub.MODEL_TYPE for family in families)
+    raise UserError(f"{where}/config.json: model_type = {config.get('model_type')!r}: not known here; known: {known}")

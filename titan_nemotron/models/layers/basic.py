@@ -1,14 +1,15 @@
 """Linear, norm and embedding with explicit casts and stated initial values.
 
 Weights may be stored in a wider type than the activations: each forward casts its weight to the activation's type, so no
-autocast is needed, and under mixed-precision sharding the cast is a no-op.
+autocast is needed, and under mixed-precision sharding the cast is a no-op. Modules with the class attribute `stays_fp32`
+own parameters that stay fp32 while training; they are small, so that sharding can treat them apart.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_nemotron.models.layers.init import Rule, constant, normal
+from titan_nemotron.models.layers.init import Rule, constant, normal, tensors_by_name
 from titan_nemotron.ops.norm import gated_rms_norm, rms_norm
 
 
@@ -39,7 +40,9 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a weight that starts at 1 and stays fp32 while training."""
+    """Root-mean-square norm with a weight that starts at 1."""
+
+    stays_fp32 = True
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -60,3 +63,8 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:  # type: ignore[override]
         return gated_rms_norm(y, z, self.weight, self.group_size, self.eps)
+
+
+def fp32_names(model: nn.Module) -> set[str]:
+    """Names of the parameters and buffers that stay fp32 while training."""
+    return {name for name, (module, _) in tensors_by_name(model).items() if getattr(module, "stays_fp32", False)}

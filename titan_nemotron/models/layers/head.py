@@ -13,6 +13,8 @@ from titan_nemotron.ops.head import linear_cross_entropy
 class Head(nn.Module):
     """Weight [V, D], kept fp32 while training: main and multi-token losses accumulate into one fp32 gradient."""
 
+    stays_fp32 = True
+
     def __init__(self, size: int, vocabulary: int, *, std: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocabulary, size))

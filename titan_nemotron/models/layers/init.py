@@ -6,7 +6,7 @@ the weights are bitwise the same on every mesh, and a rank never builds a full e
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,31 +88,51 @@ def _fill_rows(
         local[low - start : high - start].copy_(values[(slice(low - first, high - first), *rest)])
 
 
-def rules(model: nn.Module) -> dict[str, Rule]:
-    """The rule of every parameter and persistent buffer, by full name.
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
-    A module states the rules of the tensors it owns in its attribute `initial`, name -> Rule.
-    """
-    found: dict[str, Rule] = {}
-    persistent = set(model.state_dict(keep_vars=True))
+
+def tensors_by_name(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Full name, without the names of wrappers -> the module that owns the parameter or buffer, and its name there."""
+    found: dict[str, tuple[nn.Module, str]] = {}
     for prefix, module in model.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, _ in own:
+        for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             full = f"{prefix}.{name}" if prefix else name
-            if full not in persistent:
-                continue
-            initial: dict[str, Rule] = getattr(module, "initial", {})
-            if name not in initial:
-                raise TypeError(
-                    f"{full}: {type(module).__name__} states no initial value; give it initial = {{{name!r}: rule}}"
-                )
-            found[full] = initial[name]
+            for wrapper in WRAPPERS:
+                full = full.replace(wrapper, "")
+            found[full] = module, name
     return found
 
 
-def initialize(model: nn.Module, seed: int) -> None:
-    """Fill an unsharded model in place; sharded models are filled by parallel.apply through initialize_."""
-    tensors = model.state_dict(keep_vars=True)
-    for name, rule in rules(model).items():
-        tensor = tensors[name]
-        initialize_(tensor, rule, seed=seed, name=name, shape=tensor.shape, offsets=[0] * tensor.dim())
+def rule_of(module: nn.Module, name: str) -> Rule:
+    """The rule that a module states, in its attribute `initial`, for a parameter or buffer it owns.
+
+    Buffers that are not saved need one too: a model built on the meta device has no other way to get them.
+    """
+    initial: dict[str, Rule] = getattr(module, "initial", {})
+    if name not in initial:
+        raise TypeError(
+            f"{type(module).__name__} states no initial value of {name}; give it initial = {{{name!r}: rule}}"
+        )
+    return initial[name]
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of a tensor, and where it starts in the whole; a plain tensor is held whole."""
+    if not hasattr(tensor, "device_mesh"):
+        return tensor.detach(), (0,) * tensor.dim()
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(tensor, DTensor)
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local().detach(), offsets
+
+
+def initialize(model: nn.Module, seed: int, names: Container[str] | None = None) -> None:
+    """Fill a materialised model in place, sharded or not; names: only these parameters and buffers (all by default)."""
+    for full, (module, name) in tensors_by_name(model).items():
+        rule = rule_of(module, name)
+        if names is None or full in names:
+            tensor = getattr(module, name)
+            local, offsets = local_part(tensor)
+            initialize_(local, rule, seed=seed, name=full, shape=tensor.shape, offsets=offsets)

@@ -43,6 +43,8 @@ class DepthwiseConv(nn.Module):
 class StateSpace(nn.Module):
     """A_log, D and dt_bias [H]: a module of their own, because they stay fp32 when the rest computes in bf16."""
 
+    stays_fp32 = True
+
     def __init__(self, num_heads: int, time_step: tuple[float, float, float]) -> None:
         super().__init__()
         self.A_log = nn.Parameter(torch.empty(num_heads))

@@ -24,6 +24,7 @@ class Router(nn.Module):
     b (correction_bias) has no gradient: optim.update_router_biases moves it once per optimizer step.
     """
 
+    stays_fp32 = True
     correction_bias: Tensor
 
     def __init__(

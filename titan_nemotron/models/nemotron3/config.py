@@ -65,28 +65,36 @@ class Nemotron3Config(Table):
     def mistakes(self) -> Iterator[str]:
         known = {**LETTERS, **self.mixers}
         for key in ("pattern", "mtp_pattern"):
-            unknown = sorted(set(getattr(self, key)) - set(known))
+            pattern = getattr(self, key)
+            unknown = "".join(sorted(set(pattern) - set(known)))
+            if not pattern:
+                yield f"{key}: is empty; give one letter a block"
             if unknown:
                 legend = ", ".join(f"{letter} {what}" for letter, what in known.items())
-                yield f"{key}: unknown letter {''.join(unknown)!r} in {getattr(self, key)!r}; known: {legend}"
-        if not self.pattern:
-            yield "pattern: is empty; give one letter a block"
+                yield f"{key} = {pattern!r}: unknown letter {unknown!r}; known: {legend}"
         for heads, groups in (
             ("num_attention_heads", "num_key_value_heads"),
             ("mamba_num_heads", "n_groups"),
             ("n_routed_experts", "n_group"),
         ):
-            if getattr(self, heads) % getattr(self, groups):
-                yield f"{heads}: {getattr(self, heads)} is not divisible by {groups} = {getattr(self, groups)}"
+            number, divisor = getattr(self, heads), getattr(self, groups)
+            if number % divisor:
+                yield f"{heads} = {number}: is not divisible by {groups} = {divisor}; change one of them"
+        per_group = self.n_routed_experts // self.n_group
+        if self.n_group > 1 and per_group < 2:
+            yield f"n_group = {self.n_group}: leaves fewer than 2 experts a group; at most {self.n_routed_experts // 2}"
         if self.topk_group > self.n_group:
-            yield f"topk_group: {self.topk_group} is more than n_group = {self.n_group}"
-        eligible = self.n_routed_experts // self.n_group * self.topk_group
-        if self.num_experts_per_tok > eligible:
-            yield f"num_experts_per_tok: {self.num_experts_per_tok} is more than the {eligible} eligible experts"
-        if self.n_group > 1 and self.n_routed_experts // self.n_group < 2:
-            yield f"n_group: {self.n_group} leaves fewer than 2 experts a group; use at most {self.n_routed_experts // 2}"
+            yield f"topk_group = {self.topk_group}: is more than n_group = {self.n_group}"
+        elif self.num_experts_per_tok > per_group * self.topk_group:
+            yield (
+                f"num_experts_per_tok = {self.num_experts_per_tok}: is more than the {per_group * self.topk_group} "
+                "experts a token may choose from"
+            )
         if (self.mtp_blocks == 0) != (self.mtp_depths == 0) or self.mtp_blocks > self.mtp_depths:
-            yield f"mtp_blocks: {self.mtp_blocks} blocks cannot serve mtp_depths = {self.mtp_depths}; use 1 to depths"
+            yield (
+                f"mtp_blocks = {self.mtp_blocks}: cannot serve mtp_depths = {self.mtp_depths}; "
+                "use 1 to mtp_depths blocks, or 0 for both"
+            )
 
     @property
     def num_layers(self) -> int:

@@ -6,6 +6,7 @@ from titan_nemotron.errors import UserError
 from titan_nemotron.models.family import Slot
 from titan_nemotron.models.nemotron3.config import Nemotron3Config
 
+MODEL_TYPE = "nemotron_h"
 _LETTERS = {
     "mamba": "M",
     "linear_attention": "M",
@@ -137,7 +138,7 @@ def config_to_hub(config: Nemotron3Config, dtype: str) -> dict[str, Any]:
     """A hub config.json; num_nextn_predict_layers is the number of physical blocks. dtype: "float32", "bfloat16", ..."""
     hub = {
         "architectures": ["NemotronHForCausalLM"],
-        "model_type": "nemotron_h",
+        "model_type": MODEL_TYPE,
         "torch_dtype": dtype,
         "tie_word_embeddings": False,
         "hybrid_override_pattern": config.pattern,
