@@ -89,7 +89,7 @@ def family_of_hub(config: Mapping[str, Any], where: str) -> Family:
     """The built-in family that reads a hub config.json; `where` names it in the UserError when there is none."""
     families = [load_family(name) for name in BUILT_IN]
     for family in families:
-        if family.hub.MODEL_TYPE == config.get("model_type"):
+        if config.get("model_type") == family.hub.MODEL_TYPE:
             return family
     known = ", ".join(family.hub.MODEL_TYPE for family in families)
     raise UserError(f"{where}/config.json: model_type = {config.get('model_type')!r}: not known here; known: {known}")

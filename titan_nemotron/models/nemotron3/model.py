@@ -96,8 +96,10 @@ class Nemotron3(nn.Module):
         self.lm_head = Head(size, config.vocab_size, std=std)
         self.mtp: MultiTokenPredictor | None = None
         if config.mtp_blocks:
-            layers = lambda: [Block(size, eps, build_mixer(letter, config)) for letter in config.mtp_pattern]  # noqa: E731
-            blocks = [MTPBlock(size, eps, layers(), std=std) for _ in range(config.mtp_blocks)]
+            blocks = []
+            for _ in range(config.mtp_blocks):
+                layers = [Block(size, eps, build_mixer(letter, config)) for letter in config.mtp_pattern]
+                blocks.append(MTPBlock(size, eps, layers, std=std))
             self.mtp = MultiTokenPredictor(blocks, config.mtp_depths)
 
     def forward(
@@ -108,7 +110,8 @@ class Nemotron3(nn.Module):
         With a cache the tokens continue what it holds; padding (-1) may then only stand at a row's end.
         """
         if document_ids_BL is None:
-            layout = DocumentLayout.single(*input_ids_BL.shape, device=input_ids_BL.device)
+            num_rows, length = input_ids_BL.shape
+            layout = DocumentLayout.single(num_rows, length, input_ids_BL.device)
         else:
             layout = DocumentLayout.from_document_ids(document_ids_BL)
         h, _ = self.hidden(input_ids_BL, layout, cache=cache)
