@@ -26,7 +26,9 @@ class GatedConv(nn.Module):
         self.conv1d = DepthwiseConv(size, config.conv_kernel, bias=True)
         self.out_proj = Linear(size, size, std=config.residual_std)
 
-    def forward(self, x_BLD: Tensor, layout: DocumentLayout, cache: "ConvCache | None" = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, x_BLD: Tensor, layout: DocumentLayout, cache: "ConvCache | None" = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         gate, value = self.in_proj(x_BLD).chunk(2, dim=-1)
         state = None if cache is None else cache.state
         mixed = causal_conv1d(value, *self.conv1d(), layout.document_ids, state)

@@ -6,6 +6,8 @@ import torch
 
 from titan_nemotron.models.family import Slot
 
+MODEL_TYPE = "nope_gpt"
+
 
 def tensors(config: Any) -> dict[str, Slot]:
     from examples.nope_gpt.model import NopeGPT
@@ -22,4 +24,4 @@ def config_from_hub(hub: dict[str, Any], mtp_depths: int | None = None) -> Any:
 
 
 def config_to_hub(config: Any, dtype: str) -> dict[str, Any]:
-    return {"model_type": "nope_gpt", "torch_dtype": dtype, **config.model_dump()}
+    return {"model_type": MODEL_TYPE, "torch_dtype": dtype, **config.model_dump()}

@@ -29,7 +29,9 @@ class NopeGPTConfig(Table):
     @model_validator(mode="after")
     def _check(self) -> "NopeGPTConfig":
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"hidden_size: {self.hidden_size} is not divisible by the heads, {self.num_attention_heads}")
+            raise ValueError(
+                f"hidden_size: {self.hidden_size} is not divisible by the heads, {self.num_attention_heads}"
+            )
         return self
 
 
