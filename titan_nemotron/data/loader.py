@@ -117,12 +117,12 @@ class Loader(Iterator[Batch]):
         if self._worker is not None:
             rows, bad = self._worker.receive()
         elif self._reader is not None:
-            rows, bad = self._reader.read(), self._reader.order.bad
+            rows, bad = self._reader.read(), self._reader.order.bad.copy()
         else:
             raise ValueError("the loader is closed")
         for line in bad.named[len(self.bad.named) :]:
             logger.warning("bad record %s", line)
-        self.bad = BadRecords(bad.count, list(bad.named))
+        self.bad = bad
         return rows
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +130,15 @@ class Loader(Iterator[Batch]):
         return {"order": self._order(), "streams": {number: dict(entry) for number, entry in self._streams.items()}}
 
     def _order(self) -> dict[str, Any]:
-        return {"streams": self.plan.streams, "seed": self.plan.seed, "documents": self._num_documents}
+        """What decides which rows come, beside the sources' contents and the length of a row."""
+        return {
+            "documents": self._num_documents,
+            "seed": self.plan.seed,
+            "streams": self.plan.streams,
+            "shuffle_block": self.plan.config.shuffle_block,
+            "validation_fraction": self.plan.config.held_out,
+            "tokenizer": self.tokenizer.fingerprint[:16],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue behind the rows of `state`, the states of all ranks merged; their number may have been another one.
@@ -140,9 +148,10 @@ class Loader(Iterator[Batch]):
         entries = {str(number): entry for number, entry in state["streams"].items()}
         order = self._order()
         for key, saved in state.get("order", {}).items():
-            if saved != order[key]:
+            now = order.get(key)
+            if saved != now:
                 raise UserError(
-                    f"[data]: the checkpoint counts {key} = {saved}, now it is {order[key]}; restore the data"
+                    f"[data]: the checkpoint's rows were made with {key} = {saved}, now it is {now}; restore it"
                 )
         rows = {int(number): entry["rows"] for number, entry in entries.items()}
         total, streams = sum(rows.values()), self.plan.streams

@@ -9,7 +9,7 @@ import numpy as np
 
 from titan_nemotron.data.config import DataConfig
 from titan_nemotron.data.hashing import held_out, mix, permuted
-from titan_nemotron.data.sources import IndexedSource, Record, StreamedSource, open_source
+from titan_nemotron.data.sources import IndexedSource, Record, StreamedSource, in_order, open_source
 from titan_nemotron.errors import UserError
 
 MAX_NAMED = 20  # bad records named one by one; the others are only counted
@@ -31,6 +31,9 @@ class BadRecords:
         line = f"{name}: {problem}"
         if len(self.named) < MAX_NAMED and line not in self.named:
             self.named.append(line)
+
+    def copy(self) -> "BadRecords":
+        return BadRecords(self.count, list(self.named))
 
 
 @dataclass(frozen=True)
@@ -205,13 +208,6 @@ class StreamedOrder:
         """Reads until the first document that has text, and keeps it."""
         while self._next == 0:
             self._read_block()
-
-
-def in_order(source: IndexedSource | StreamedSource, start: int = 0, cursor: Any = None) -> Iterator[Record]:
-    """The records of a source of either kind from number `start` on."""
-    if isinstance(source, IndexedSource):
-        return (source.record(index) for index in range(start, source.num_records))
-    return source.records(start, cursor)
 
 
 def _has_text(record: Record) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_nemotron.data.sources import Record
+from titan_nemotron.data.sources import Record, in_order
 from titan_nemotron.data.tokenizer import Tokenizer
 from titan_nemotron.errors import UserError
 
@@ -152,8 +152,6 @@ def write_shards(
 
     progress(documents, tokens) is called after each batch of documents. UserError when every record is bad.
     """
-    from titan_nemotron.data.order import in_order
-
     writer = ShardWriter(directory, tokenizer, tokens_per_shard)
     problems: list[str] = []
     try:

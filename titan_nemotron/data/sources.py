@@ -58,6 +58,13 @@ class StreamedSource(Source, Protocol):
         """A JSON-able position before the next record of the running iterator, or None when the number is enough."""
 
 
+def in_order(source: IndexedSource | StreamedSource, start: int = 0, cursor: Any = None) -> Iterator[Record]:
+    """The records of a source of either kind from number `start` on."""
+    if isinstance(source, IndexedSource):
+        return (source.record(index) for index in range(start, source.num_records))
+    return source.records(start, cursor)
+
+
 def checked_text(value: Any, field: str) -> Record:
     """A record from a field's value; anything but a string of valid Unicode is a problem."""
     if not isinstance(value, str):

@@ -30,14 +30,21 @@ class Tokenizer:
     Text is plain text: a special token spelled out in a document is encoded as its characters, so that only we end documents.
     """
 
-    def __init__(self, backend: "tokenizers.Tokenizer", eos_token: str, bos_token: str | None = None) -> None:
+    def __init__(
+        self,
+        backend: "tokenizers.Tokenizer",
+        eos_token: str,
+        bos_token: str | None = None,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        """config: fields of tokenizer_config.json that `save` writes again, such as the chat template."""
         eos_id = backend.token_to_id(eos_token)
         if eos_id is None:
             raise UserError(f"[data] eos_token = {eos_token!r}: the tokenizer has no such token")
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
-        self.backend, self.eos_token, self.bos_token = backend, eos_token, bos_token
+        self.backend, self.eos_token, self.bos_token, self.config = backend, eos_token, bos_token, config or {}
         self.eos_id: int = eos_id
         self.bos_id: int | None = backend.token_to_id(bos_token) if bos_token else None
         self.vocabulary_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -58,15 +65,15 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"[data] tokenizer: {file} is not a tokenizers file: {error}") from None
-        named = _special_tokens(file.parent)
+        config = _config_files(file.parent)
         if eos_token is None:
-            eos_token = named.get("eos_token")
+            eos_token = _content(config.get("eos_token"))
         if eos_token is None:
             known = [token for token in KNOWN_ENDS if backend.token_to_id(token) is not None]
             if len(known) != 1:
                 raise UserError(f"[data] eos_token: {file} does not say which token ends a document; name it")
             eos_token = known[0]
-        return cls(backend, eos_token, named.get("bos_token"))
+        return cls(backend, eos_token, _content(config.get("bos_token")), config)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Tokenizer":
@@ -82,8 +89,9 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides the ids."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+        """SHA-256 of what ids mean: the vocabulary with its ids, and the end-of-document token."""
+        vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps([vocabulary, self.eos_id]).encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
@@ -116,6 +124,8 @@ class Tokenizer:
             or not _is_byte_level(description["pre_tokenizer"])
         ):
             return None
+        if any(not added["special"] and (added["lstrip"] or added["rstrip"]) for added in description["added_tokens"]):
+            return None  # such a token swallows spaces
         sizes = np.zeros(self.vocabulary_size, dtype=np.int32)
         for token, number in description["model"]["vocab"].items():
             sizes[number] = len(token)  # a byte-level token has one character for each byte
@@ -130,31 +140,28 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json, readable by transformers' AutoTokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(directory / "tokenizer.json"))
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self.eos_token,
-            "clean_up_tokenization_spaces": False,
-        }
-        if self.bos_token is not None:
-            config["bos_token"] = self.bos_token
+        defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config = {**defaults, **self.config, "eos_token": self.eos_token}
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def _special_tokens(directory: Path) -> dict[str, str]:
-    """eos_token and bos_token as the Hugging Face files of a directory name them."""
-    named: dict[str, str] = {}
+def _config_files(directory: Path) -> dict[str, Any]:
+    """What the Hugging Face files beside a tokenizer.json say; a chat template in a file of its own included."""
+    config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (directory / name).is_file():
             try:
-                fields = json.loads((directory / name).read_text())
-            except ValueError as error:
-                raise UserError(f"[data] tokenizer: {directory / name} is not JSON: {error}") from None
-            for key in ("eos_token", "bos_token"):
-                token = fields.get(key)
-                token = token.get("content") if isinstance(token, dict) else token
-                if token is not None:
-                    named[key] = token
-    return named
+                config |= json.loads((directory / name).read_text())
+            except (ValueError, TypeError) as error:
+                raise UserError(f"[data] tokenizer: {directory / name} is not a JSON object: {error}") from None
+    if (directory / "chat_template.jinja").is_file():
+        config["chat_template"] = (directory / "chat_template.jinja").read_text()
+    return config
+
+
+def _content(token: Any) -> str | None:
+    """A special token is written as a string, as an object that holds one, or not at all."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _is_byte_level(step: dict[str, Any] | None) -> bool:
@@ -212,14 +219,15 @@ def cached_tokenizer(texts: list[str], vocabulary_size: int) -> Tokenizer:
         data = text.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     directory = cache_directory() / "tokenizers" / digest.hexdigest()[:32]
-    if not (directory / "tokenizer.json").is_file():
+    try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(directory.with_suffix(".lock")):
             if not (directory / "tokenizer.json").is_file():
-                tokenizer = train_tokenizer(texts, vocabulary_size)
-                temporary = Path(tempfile.mkdtemp(prefix=directory.name, dir=directory.parent))
-                tokenizer.save(temporary)
-                temporary.rename(directory)
+                with tempfile.TemporaryDirectory(prefix=directory.name, dir=directory.parent) as temporary:
+                    train_tokenizer(texts, vocabulary_size).save(Path(temporary, "made"))
+                    Path(temporary, "made").rename(directory)
+    except OSError as error:
+        raise UserError(f"{directory.parent}: cannot keep the tokenizer there ({error}); set XDG_CACHE_HOME") from None
     return Tokenizer.from_path(directory)
 
 

@@ -117,7 +117,7 @@ def _produce(plan: Any, tokenizer: bytes, state: dict[str, Any] | None, messages
         reader = RowReader(plan, Tokenizer.from_bytes(tokenizer), state)
         messages.put(reader.order.num_documents)
         while True:
-            messages.put((reader.read(), reader.order.bad))
+            messages.put((reader.read(), reader.order.bad.copy()))
     except UserError as error:
         messages.put(Failed(str(error), user_error=True))
     except BaseException:
