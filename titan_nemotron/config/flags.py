@@ -5,7 +5,10 @@ same words as a mistake in a file: types are checked by pydantic, after the file
 """
 
 import dataclasses
+import inspect
 import re
+import shutil
+import textwrap
 import tomllib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -47,7 +50,7 @@ def read(table: type[Table], arguments: Sequence[str], prog: str) -> tuple[list[
         mirror,
         args=arguments,
         prog=prog,
-        description=sentence(table),
+        description=description(table),
         return_unknown_args=True,
         use_underscores=True,
     )
@@ -85,9 +88,11 @@ def needs_a_word(table: type[Table], path: Path) -> bool:
     return not any(member is bool or get_origin(member) in (list, tuple) for member in types)
 
 
-def sentence(table: type[Table]) -> str:
-    """The docstring of a table on one line."""
-    return " ".join((table.__doc__ or "").split())
+def description(table: type[Table]) -> str:
+    """The paragraphs of a table's docstring, wrapped to the terminal."""
+    width = min(shutil.get_terminal_size().columns, 80)
+    paragraphs = inspect.cleandoc(table.__doc__ or "").split("\n\n")
+    return "\n\n".join(textwrap.fill(paragraph, width) for paragraph in paragraphs)
 
 
 def _path(table: type[Table], word: str) -> Path | None:

@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails
 from titan_nemotron.config import keys
 from titan_nemotron.config.files import Origins
 from titan_nemotron.config.keys import Path
-from titan_nemotron.config.table import Table
+from titan_nemotron.config.table import POSITIONAL, Table
 
 LONGEST_VALUE = 60  # characters of a value shown in a line
 
@@ -49,8 +49,11 @@ def _line(table: type[Table], path: Path, errors: list[ErrorDetails], origins: O
     first = errors[0]
     field = keys.lookup(table, path)
     if first["type"] == "missing" and path == first["loc"]:
-        about = f" ({field.description})" if isinstance(field, FieldInfo) else ""
-        return f"{where(path, origins)}{keys.dotted(path)}: required, but not given{about}"
+        assert isinstance(field, FieldInfo)
+        if len(path) > 1:
+            return f"{where(path, origins)}{keys.dotted(path)}: is missing; {field.description}"
+        name = str(path[0]).upper() if POSITIONAL in field.metadata else f"--{path[0]}"  # an argument of a command
+        return f"{name}: is missing; {field.description}"
     if first["type"] == "extra_forbidden":
         return unknown_key(table, path, first["input"], origins)
     about = (

@@ -9,6 +9,8 @@ from titan_nemotron.config import Table
 
 
 class SourceConfig(Table):
+    """Where documents come from."""
+
     kind: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "shards"] = "stdlib"
     """stdlib: the Python files of the running Python's own standard library; text: a file is a document; jsonl: a line
     is one; parquet: a row is one; datasets: anything the datasets library loads; shards: written by `titan-nemotron
@@ -35,6 +37,8 @@ class SourceConfig(Table):
 
 
 class DataConfig(Table):
+    """What is trained on, and how it becomes rows of tokens."""
+
     source: list[SourceConfig] = Field(default_factory=lambda: [SourceConfig()], min_length=1)
     """Where documents come from; the document order runs over all sources, one after the other."""
     validation_source: list[SourceConfig] = Field(default_factory=list)

@@ -1,11 +1,14 @@
 """The whole configuration of a job: one TOML file, one table for each package."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
 from titan_nemotron.checkpoint.config import CheckpointConfig
 from titan_nemotron.config import Table
+from titan_nemotron.data.config import DataConfig
+from titan_nemotron.errors import UserError
 from titan_nemotron.models.config import ModelConfig
 from titan_nemotron.ops.config import KernelsConfig
 from titan_nemotron.train.config import MetricsConfig, TrainingConfig
@@ -27,7 +30,32 @@ class Job(Table):
 
     job: JobConfig = Field(default_factory=JobConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+
+    def mistakes(self) -> Iterator[str]:
+        vocabulary = getattr(self.model.resolved(), "vocab_size", None)
+        if self.data.tokenizer == "train" and vocabulary is not None and self.data.vocabulary_size > vocabulary:
+            yield (
+                f"data.vocabulary_size = {self.data.vocabulary_size}: more tokens than model.config.vocab_size = "
+                f"{vocabulary}; raise that or lower this"
+            )
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """What the tables say must fit the number of ranks. Raises UserError with a line for each mistake."""
+        lines = []
+        rows, microbatch = self.training.global_batch_size, self.training.microbatch_size
+        if rows % (microbatch * num_ranks):
+            lines.append(
+                f"training.global_batch_size = {rows}: not divisible by microbatch_size * ranks = {microbatch} * "
+                f"{num_ranks}; use a multiple of {microbatch * num_ranks}"
+            )
+        if self.data.streams % num_ranks:
+            lines.append(
+                f"data.streams = {self.data.streams}: not divisible by the {num_ranks} ranks; use a multiple of {num_ranks}"
+            )
+        if lines:
+            raise UserError("\n".join(lines))

@@ -1,0 +1,58 @@
+"""`titan-nemotron score`: logits and log-probabilities of given tokens."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from titan_nemotron.commands.model import ModelOptions
+from titan_nemotron.config import load
+from titan_nemotron.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ScoreOptions(ModelOptions):
+    """Write the logits of given tokens, and the log-probability of the next token inside its document.
+
+    The input is safetensors with input_ids int64 [B, L] and optionally document_ids [B, L] (-1 is padding); the output
+    holds logits fp32 [B, L, V] and logprobs fp32 [B, L], 0 where there is no next token.
+    """
+
+    input: str = Field(description="File of tokens.")
+    output: str = Field(description="File to write.")
+
+
+def run(arguments: list[str]) -> None:
+    options = load(ScoreOptions, None, arguments, "titan-nemotron score")
+    input_ids, document_ids = read_tokens(Path(options.input))
+    output = Path(options.output)
+    if not output.parent.is_dir():
+        raise UserError(f"--output {output}: there is no directory {output.parent}")
+
+    from safetensors.torch import save_file
+
+    from titan_nemotron.generation.score import score
+
+    logits, logprobs = score(options.model(), input_ids, document_ids)
+    save_file({"logits": logits, "logprobs": logprobs}, output)
+
+
+def read_tokens(file: Path) -> "tuple[Tensor, Tensor | None]":
+    """input_ids [B, L] and document_ids [B, L] or None. Raises UserError for what is not such a file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(file)
+    except OSError as error:
+        raise UserError(f"--input {file}: {(error.strerror or 'no such file').lower()}") from None
+    except SafetensorError as error:
+        raise UserError(f"--input {file}: not a safetensors file ({error})") from None
+    if "input_ids" not in tensors:
+        raise UserError(f"--input {file}: has no tensor input_ids; it holds {', '.join(tensors) or 'nothing'}")
+    for name in ("input_ids", "document_ids"):
+        if name in tensors and tensors[name].dtype.is_floating_point:
+            raise UserError(f"--input {file}: {name} is {tensors[name].dtype}; expected integers")
+    return tensors["input_ids"], tensors.get("document_ids")
