@@ -10,7 +10,8 @@ from titan_nemotron.data.hashing import mix, permuted
 from titan_nemotron.data.streams import Plan, RowReader, Rows
 from titan_nemotron.data.tokenizer import Tokenizer, train_tokenizer
 
-WORDS = ["the", "state", "of", "a", "stream", "is", "exact", "to", "the", "row", "and", "documents", "continue", "in", "the", "next", "row", "wherever", "they", "end"]
+SENTENCE = "the state of a stream is exact to the row and documents continue in the next row wherever they end"
+WORDS = SENTENCE.split()
 
 
 @functools.cache

@@ -45,14 +45,17 @@ def test_rows_and_targets_are_those_of_the_uncut_streams(
                 mtp_depths=depths,
             )
 
-            def target(position: int, ahead: int, fill: int, start: int = start) -> int:
-                here, there = start + position, start + position + ahead
-                return tokens[there] if numbers[here] == numbers[there] else fill
-
-            assert batch.labels[0].tolist() == [target(i, 1, IGNORED) for i in range(length)]
+            position = range(start, start + length)
+            assert batch.labels[0].tolist() == [same_document(tokens, numbers, i, 1, IGNORED) for i in position]
             for depth in range(depths):
-                assert batch.mtp_tokens[depth, 0].tolist() == [target(i, 1 + depth, 0) for i in range(length)]
-                assert batch.mtp_labels[depth, 0].tolist() == [target(i, 2 + depth, IGNORED) for i in range(length)]
+                inputs = [same_document(tokens, numbers, i, 1 + depth, 0) for i in position]
+                targets = [same_document(tokens, numbers, i, 2 + depth, IGNORED) for i in position]
+                assert batch.mtp_tokens[depth, 0].tolist() == inputs
+                assert batch.mtp_labels[depth, 0].tolist() == targets
+
+
+def same_document(tokens: list[int], numbers: list[int], position: int, ahead: int, fill: int) -> int:
+    return tokens[position + ahead] if numbers[position] == numbers[position + ahead] else fill
 
 
 @given(st.integers(1, 30), st.integers(0, 5))

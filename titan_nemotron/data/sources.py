@@ -7,6 +7,7 @@ A record that cannot be read is returned with its problem, never raised: the rea
 import glob
 import json
 import mmap
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -291,13 +292,13 @@ def matching_files(pattern: str, where: str) -> list[tuple[str, Path]]:
 def standard_library(where: str) -> list[tuple[str, Path]]:
     """The .py files of the running Python's standard library that every installation has, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        (path.relative_to(root).as_posix(), path)
-        for path in root.rglob("*.py")
-        if not STDLIB_LEFT_OUT.intersection(path.relative_to(root).parts[:-1])
-        and not path.name.startswith("_sysconfigdata")  # describes the build, not Python
-        and not path.is_symlink()
-    ]
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in STDLIB_LEFT_OUT]
+        for path in (Path(folder, name) for name in names):
+            # _sysconfigdata describes the build, not Python
+            if path.suffix == ".py" and not path.name.startswith("_sysconfigdata") and not path.is_symlink():
+                files.append((path.relative_to(root).as_posix(), path))
     if not files:
         raise UserError(
             f'{where} kind = "stdlib": {root} has no .py files; name other text with kind = "text" and path = ...'
@@ -329,9 +330,12 @@ def _open_dataset(config: SourceConfig, where: str) -> IndexedSource | StreamedS
     import datasets
 
     assert config.path is not None
-    label = "/".join(part for part in (config.path, config.subset, config.split) if part)
+    local = Path(config.path).expanduser()
+    # A folder's place says nothing about what is in it: the same data set elsewhere has the same documents held out.
+    label = "/".join(
+        part for part in (local.name if local.exists() else config.path, config.subset, config.split) if part
+    )
     try:
-        local = Path(config.path).expanduser()
         if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
             loaded = datasets.load_from_disk(str(local))
             if isinstance(loaded, datasets.DatasetDict):
