@@ -1,0 +1,121 @@
+"""The one function that makes a model parallel.
+
+Order: build on the meta device (the caller) -> recompute -> compile -> shard -> materialise -> initialise or load.
+Precision, experts and context parallelism will come before recompute, in this order: they swap submodules.
+"""
+
+import itertools
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_nemotron.models.family import Model
+from titan_nemotron.models.layers.basic import Embedding
+from titan_nemotron.models.layers.head import Head
+from titan_nemotron.models.layers.init import initialize_, rules
+from titan_nemotron.models.layers.mtp import MTPBlock
+from titan_nemotron.parallel.config import CompileConfig, ParallelConfig, RecomputeConfig
+from titan_nemotron.parallel.recompute import apply_recompute
+
+
+def apply(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    parallel: ParallelConfig,
+    recompute: RecomputeConfig,
+    compile: CompileConfig,
+    dtype: torch.dtype,
+    seed: int | None,
+) -> None:
+    """Parallelise `model`, built on the meta device, in place; its methods and parameter names stay as they are.
+
+    dtype: what layers compute in. Master weights, gradients and their reduction are fp32. Modules with `stays_fp32`
+    compute with fp32 weights. seed None leaves the weights empty: the caller loads every one of them.
+    """
+    blocks = [block for _, block in cast(Model, model).blocks()]
+    for block in blocks:
+        apply_recompute(block, recompute.mode)
+    if compile.enable:
+        for block in blocks:
+            # The forward alone: the hooks that gather weights stay outside.
+            block.forward = torch.compile(block.forward, fullgraph=True)
+    shard(model, blocks, mesh, parallel.reshard_after_forward, dtype)
+    materialise(model, mesh)
+    if seed is not None:
+        initialise(model, seed)
+
+
+def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, reshard: bool, dtype: torch.dtype) -> None:
+    """Shard every parameter along dim 0, in groups that are gathered and reduced together.
+
+    - each block, each multi-token projection, the embedding: gathered in `dtype` around their forward and backward;
+    - the head, used 1 + D times in a forward: gathered once, in fp32, so its gradient sums and reduces in fp32;
+    - everything else, which is the small modules that stay fp32 (norms, routers, decays): one group of the whole model,
+      gathered in fp32 once a step. One group a block would double the number of collectives for a thousandth of the
+      bytes, and its hooks would run inside what is recomputed or compiled.
+    """
+    units = [m for m in model.modules() if m in set(blocks) or isinstance(m, Embedding | Head | MTPBlock)]
+    inside = {parameter for unit in units for parameter in unit.parameters()}
+    small = {
+        parameter
+        for module in model.modules()
+        if getattr(module, "stays_fp32", False) and module not in units
+        for parameter in module.parameters(recurse=False)
+    }
+
+    def precision(param_dtype: torch.dtype) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    # The root comes first, because it owns parameters inside units, and a sharded module hides what is inside it.
+    fully_shard(model, mesh=mesh, mp_policy=precision(torch.float32), ignored_params=inside - small)
+    for unit in reversed(units):  # children before parents
+        stays_fp32 = getattr(unit, "stays_fp32", False)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=reshard and not isinstance(unit, Head),
+            mp_policy=precision(torch.float32 if stays_fp32 else dtype),
+            ignored_params={parameter for parameter in unit.parameters() if isinstance(parameter, DTensor)},
+        )
+        sharded = cast(FSDPModule, unit)
+        if isinstance(unit, Embedding):
+            sharded.set_unshard_in_backward(False)  # its backward needs the tokens alone
+        if isinstance(unit, Head):
+            register_fsdp_forward_method(unit, "logits")
+    register_fsdp_forward_method(model, "loss")
+    for block, following in itertools.pairwise(blocks):
+        cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Losses are divided by global counts, so gradients are plain sums; gloo has no other reduction.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def materialise(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give the meta tensors memory on this rank's device, without values."""
+    transient = {name for name, _ in model.named_buffers()} - set(model.state_dict())
+    if transient:
+        raise TypeError(f"{sorted(transient)[0]}: a buffer that is not persistent has no value after building on meta")
+    if mesh.device_type == "cpu":
+        model.to_empty(device="cpu")
+    else:
+        model.to_empty(device=torch.device(mesh.device_type, torch.accelerator.current_device_index()))
+
+
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill every parameter and buffer by its rule, this rank's part alone; bitwise the same on every mesh."""
+    tensors = model.state_dict(keep_vars=True)
+    for name, rule in rules(model).items():
+        tensor = tensors[name].detach()
+        local, offsets = tensor, (0,) * tensor.dim()
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        initialize_(local, rule, seed=seed, name=name, shape=tensor.shape, offsets=offsets)

@@ -1,0 +1,36 @@
+"""The `[parallel]`, `[recompute]` and `[compile]` tables."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titan_nemotron.config import Table
+
+
+class ParallelConfig(Table):
+    """How the ranks of a run share its work."""
+
+    shard: Annotated[int, Field(ge=-1)] = -1
+    """Ranks that share one copy of the weights, gradients and optimizer state; -1 is all ranks."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """A collective operation that takes longer than this ends the run."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after its forward and gather them again for its backward: less memory, more traffic."""
+    gradient_sync: Literal["last", "every"] = "last"
+    """Reduce gradients once a step, holding whole fp32 gradients on every rank between microbatches ("last"), or after every
+    microbatch, holding shards alone ("every": less memory, more traffic)."""
+
+
+class RecomputeConfig(Table):
+    """Activations computed again in the backward instead of kept."""
+
+    mode: Literal["none", "selective", "full"] = "none"
+    """selective keeps the outputs of matrix products, attention, scans and experts, and computes the rest of a block again;
+    full keeps a block's input alone."""
+
+
+class CompileConfig(Table):
+    """torch.compile."""
+
+    enable: bool = False
+    """Compile every block; the first steps take minutes longer."""

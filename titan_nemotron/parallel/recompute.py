@@ -1,0 +1,51 @@
+"""Recomputation of blocks in the backward (activation checkpointing).
+
+A block returns its statistics, so what the second forward computes of them is dropped: nothing is counted twice.
+"""
+
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+
+# Outputs that cost far more to compute again than to keep. Our own operations (titan_nemotron::*) belong to them too.
+EXPENSIVE = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._grouped_mm.default,
+    aten._scaled_mm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_attention_math.default,
+    torch.ops.higher_order.flex_attention,
+}
+
+
+def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what is expensive, compute the rest again."""
+    ours = getattr(op, "namespace", None) == "titan_nemotron"
+    return CheckpointPolicy.MUST_SAVE if ours or op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_recompute(block: nn.Module, mode: Literal["none", "selective", "full"]) -> None:
+    """Make a block recompute; parameter names stay as they are."""
+    if mode == "none":
+        return
+    contexts: dict[str, Any] = {}
+    if mode == "selective":
+        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    forward = block.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        # No random numbers are drawn in a block, so their state need not be kept.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts, **kwargs)
+
+    block.forward = recomputed  # type: ignore[method-assign]
