@@ -12,12 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_nemotron.models.family import Model
 from titan_nemotron.models.layers.basic import Embedding
 from titan_nemotron.models.layers.head import Head
-from titan_nemotron.models.layers.init import initialize_, rules
+from titan_nemotron.models.layers.init import initialize
 from titan_nemotron.models.layers.mtp import MTPBlock
 from titan_nemotron.parallel.config import CompileConfig, ParallelConfig, RecomputeConfig
 from titan_nemotron.parallel.recompute import apply_recompute
@@ -48,7 +47,7 @@ def apply(
     shard(model, blocks, mesh, parallel.reshard_after_forward, dtype)
     materialise(model, mesh)
     if seed is not None:
-        initialise(model, seed)
+        initialize(model, seed)
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, reshard: bool, dtype: torch.dtype) -> None:
@@ -100,22 +99,7 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, reshard: 
 
 def materialise(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give the meta tensors memory on this rank's device, without values."""
-    transient = {name for name, _ in model.named_buffers()} - set(model.state_dict())
-    if transient:
-        raise TypeError(f"{sorted(transient)[0]}: a buffer that is not persistent has no value after building on meta")
     if mesh.device_type == "cpu":
         model.to_empty(device="cpu")
     else:
         model.to_empty(device=torch.device(mesh.device_type, torch.accelerator.current_device_index()))
-
-
-def initialise(model: nn.Module, seed: int) -> None:
-    """Fill every parameter and buffer by its rule, this rank's part alone; bitwise the same on every mesh."""
-    tensors = model.state_dict(keep_vars=True)
-    for name, rule in rules(model).items():
-        tensor = tensors[name].detach()
-        local, offsets = tensor, (0,) * tensor.dim()
-        if isinstance(tensor, DTensor):
-            local = tensor.to_local()
-            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        initialize_(local, rule, seed=seed, name=name, shape=tensor.shape, offsets=offsets)
