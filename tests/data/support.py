@@ -41,7 +41,7 @@ def write_parquet(path: Path, documents: list[Any], group: int = 7) -> Path:
 
 def config(path: Path | str, kind: str, **keys: Any) -> DataConfig:
     defaults = {"validation_fraction": 0.0, "streams": 4, "workers": 0, "shuffle_block": 5}
-    return DataConfig.model_validate({**defaults, **keys, "source": [{"kind": kind, "path": str(path)}]})
+    return DataConfig.model_validate({"source": [{"kind": kind, "path": str(path)}], **defaults, **keys})
 
 
 def plan(config: DataConfig, **keys: Any) -> Plan:

@@ -134,10 +134,10 @@ def test_undecodable_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
 def test_empty_sources(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"\[\[data.source\]\] path = .*nothing.*: no file matches"):
+    with pytest.raises(ValueError, match=r"path = .*nothing.*: no file matches"):
         source(kind, tmp_path / "nothing*")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match="it is a directory, write"):
+    with pytest.raises(ValueError, match="it is a directory, write"):
         source(kind, tmp_path / "folder")
     if kind == "parquet":
         write_parquet(tmp_path / "a", [])
@@ -161,6 +161,10 @@ def test_errors_name_the_key(tmp_path: Path) -> None:
         source("datasets", str(tmp_path / "no-such-dataset"))
     with pytest.raises(ValueError, match="a source of kind jsonl needs a path"):
         DataConfig.model_validate({"source": [{"kind": "jsonl"}]})
+    with pytest.raises(ValueError, match=r"path = .*no such directory; write it with `titan-nemotron tokenize`"):
+        source("shards", tmp_path / "none")
+    with pytest.raises(ValueError, match=r"tokenizer = 'none': no such file or directory"):
+        DataConfig(tokenizer="none")
     with pytest.raises(ValueError, match="needs no path"):
         DataConfig.model_validate({"source": [{"path": "x"}]})
 

@@ -79,10 +79,7 @@ def corpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             folder / f"{file}.{kind}", texts(40)[file * 11 : file * 11 + 11 + file]
         )
     if kind == "datasets":
-        keys = {"kind": kind, "path": "parquet", "files": str(folder / "*.datasets")}
-        return config("x", "jsonl").model_copy(
-            update={"source": [config("x", "jsonl").source[0].model_copy(update=keys)]}
-        )
+        return config("", kind, source=[{"kind": kind, "path": "parquet", "files": str(folder / "*.datasets")}])
     return config(folder / "*", kind)
 
 

@@ -14,15 +14,20 @@ import torch
 
 from tests.data.support import config, texts, tokenizer, write_jsonl
 from tests.support import REPOSITORY
+from titan_nemotron.data.config import DataConfig
 from titan_nemotron.data.loader import Loader, build_loader
 from titan_nemotron.errors import UserError
 
 
-def loader(path: Path, **keys: Any) -> Loader:
+def build(settings: DataConfig) -> Loader:
     return build_loader(
-        config(path, "jsonl", **keys), tokenizer(), sequence_length=16, mtp_depths=1, rows_per_microbatch=2,
+        settings, tokenizer(), sequence_length=16, mtp_depths=1, rows_per_microbatch=2,
         data_rank=0, data_degree=1, seed=5,
     )  # fmt: skip
+
+
+def loader(path: Path, **keys: Any) -> Loader:
+    return build(config(path, "jsonl", **keys))
 
 
 @pytest.fixture
@@ -66,8 +71,11 @@ def test_the_same_rows_and_the_state_of_what_was_handed_out(corpus: Path) -> Non
 
 
 def test_the_users_mistakes_surface_as_they_are(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no file matches"):
-        loader(tmp_path / "nothing.jsonl", workers=1)
+    path = write_jsonl(tmp_path / "b.jsonl", texts(3))
+    settings = config(path, "jsonl", workers=1)
+    path.unlink()
+    with pytest.raises(UserError, match=r"\[\[data.source\]\] path = .*b.jsonl': no file matches any more"):
+        build(settings)
     (tmp_path / "a.jsonl").write_text("nonsense\n")
     with pytest.raises(UserError, match="1 are bad; the first is .*a.jsonl:1: not JSON"):
         loader(tmp_path / "a.jsonl", workers=1)

@@ -1,11 +1,19 @@
 """The [data] table."""
 
+import glob
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from titan_nemotron.config import Table
+
+
+def matches(pattern: str) -> bool:
+    """Whether a glob finds a file; stops at the first."""
+    found = glob.iglob(str(Path(pattern).expanduser()), recursive=True)
+    return any(Path(path).is_file() for path in found)
 
 
 class SourceConfig(Table):
@@ -31,6 +39,11 @@ class SourceConfig(Table):
         if (self.path is None) != (self.kind == "stdlib"):
             need = "needs no path; remove it" if self.kind == "stdlib" else "needs a path"
             yield f"path: a source of kind {self.kind} {need}"
+        elif self.kind in ("text", "jsonl", "parquet") and self.path is not None and not matches(self.path):
+            hint = f"; it is a directory, write {self.path.rstrip('/')}/**/* for all files below it"
+            yield f"path = {self.path!r}: no file matches{hint if Path(self.path).expanduser().is_dir() else ''}"
+        elif self.kind == "shards" and self.path is not None and not Path(self.path).expanduser().is_dir():
+            yield f"path = {self.path!r}: no such directory; write it with `titan-nemotron tokenize`"
         for key, value in (("subset", self.subset), ("files", self.files)):
             if value is not None and self.kind != "datasets":
                 yield f'{key}: only for sources of kind "datasets"; remove it'
@@ -64,6 +77,13 @@ class DataConfig(Table):
     """1 loads and tokenises in a background process, 0 in the training process."""
     prefetch: int = Field(4, ge=1)
     """Microbatches the background process prepares ahead."""
+
+    def mistakes(self) -> Iterator[str]:
+        if self.tokenizer != "train" and not Path(self.tokenizer).expanduser().exists():
+            yield (
+                f"tokenizer = {self.tokenizer!r}: no such file or directory; "
+                'give a tokenizer.json, a directory with one, or "train"'
+            )
 
     @property
     def held_out(self) -> float:

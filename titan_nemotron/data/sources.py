@@ -279,13 +279,8 @@ def matching_files(pattern: str, where: str) -> list[tuple[str, Path]]:
     root = Path(*parts[:fixed])
     found = [Path(path) for path in glob.glob(str(Path(*parts)), recursive=True)]
     files = sorted((path.relative_to(root).as_posix(), path) for path in found if path.is_file())
-    if not files:
-        hint = (
-            f"; it is a directory, write {pattern.rstrip('/')}/**/* for all files below it"
-            if Path(*parts).is_dir()
-            else ""
-        )
-        raise UserError(f"{where} path = {pattern!r}: no file matches{hint}")
+    if not files:  # the table has been checked, so they have gone since
+        raise UserError(f"{where} path = {pattern!r}: no file matches any more")
     return files
 
 
