@@ -34,7 +34,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Te
 
 
 def save(manager: CheckpointManager, number: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    manager.save(number, model, optimizer, {"tokens": 7}, {3: {"row": 5}}, 'name = "job"\n')
+    manager.save(number, model, optimizer, {"tokens": 7}, 'name = "job"\n')
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -54,7 +54,6 @@ def test_restores_bitwise_in_a_fresh_process_state(tmp_path: Path, asynchronous:
     assert again.latest() == 1
     state = again.load(1, other, fresh)
     assert state["tokens"] == 7
-    assert state["streams"] == {"3": {"row": 5}}
     assert (tmp_path / "step-1" / "config.toml").read_text() == 'name = "job"\n'
     assert all(torch.equal(a, b) for a, b in zip(saved, tensors(other, fresh), strict=True))
     step(other, fresh)  # draws from the restored generator

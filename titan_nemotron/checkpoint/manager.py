@@ -45,11 +45,7 @@ def complete_steps(directory: Path) -> list[int]:
         return []
     found = (COMPLETE.match(path.name) for path in directory.iterdir())
     steps = sorted(int(match[1]) for match in found if match)
-    return [
-        step
-        for step in steps
-        if all((directory / f"step-{step}" / name).exists() for name in (".metadata", "state.json"))
-    ]
+    return [step for step in steps if is_checkpoint(directory / f"step-{step}")]
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -90,24 +86,18 @@ class CheckpointManager:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
-        streams: dict[Any, Any],
         config_toml: str,
     ) -> None:
         """Save step-<step>, unless it exists. With `asynchronous` the state is copied now and written behind the scenes.
 
-        state: JSON-able, the same on every rank; streams: JSON-able, this rank's share of the data streams.
-        Raises UserError, here or in the next `save` or `wait`, when the checkpoint cannot be written.
+        state: JSON-able, of the whole run; rank 0's is written. Raises UserError, here or in the next `save` or `wait`,
+        when the checkpoint cannot be written.
         """
         self.wait()
         final, partial = self.directory / f"step-{step}", self.directory / f"step-{step}.partial"
         if self._on_rank_zero("write", lambda: self._prepare(final, partial)):
             return
-        shares: list[Any] = [streams]
-        if dist.is_initialized():
-            shares = [None] * dist.get_world_size(self.group) if self.rank == 0 else []
-            dist.gather_object(streams, shares or None, dst=0, group=self.group)
-        merged = {key: value for share in shares for key, value in share.items()}
-        files = {"state.json": json.dumps({**state, "step": step, "streams": merged}), "config.toml": config_toml}
+        files = {"state.json": json.dumps({**state, "step": step}), "config.toml": config_toml}
         tensors = {
             "model": get_model_state_dict(model),
             "optimizer": _optimizer_tensors(model, optimizer),
@@ -149,21 +139,28 @@ class CheckpointManager:
                     "then start again: the run resumes from its last whole checkpoint"
                 )
 
-    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Restore model, optimizer and random state in place; returns the state that `save` got, and "streams" of all ranks.
+    def load(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        check: Callable[[dict[str, Any]], None] = lambda state: None,
+    ) -> dict[str, Any]:
+        """Restore model, optimizer and random state in place; returns the state that `save` got, after `check`ing it.
 
         Any number of ranks may read what any other number wrote. Raises UserError that names the tensors which the
         checkpoint lacks, has beyond the model's, or has in another shape.
         """
         path = self.directory / f"step-{step}"
         state = self._on_rank_zero("read", lambda: read_state(path))
+        check(state)
         tensors = {
             "model": get_model_state_dict(model),
             "optimizer": _optimizer_tensors(model, optimizer),
         }
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         random = {name: value for name, value in self._random_state().items() if f"random.{name}" in stored}
-        _compare(path, tensors, stored)
+        compare(path, tensors, stored)
         if random:
             tensors["random"] = random
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), process_group=self.group)
@@ -249,7 +246,19 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return {name: value for name, value in flat.items() if name.startswith("state.")}
 
 
-def _compare(path: Path, tensors: dict[str, dict[str, Any]], stored: dict[str, Any]) -> None:
+def is_checkpoint(path: Path) -> bool:
+    return (path / ".metadata").is_file() and (path / "state.json").is_file()
+
+
+def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """The model of a checkpoint into a model, sharded or not, in place. Raises UserError for tensors that do not fit."""
+    tensors = {"model": get_model_state_dict(model)}
+    reader = dcp.FileSystemReader(path)
+    compare(path, tensors, reader.read_metadata().state_dict_metadata)
+    dcp.load(tensors, storage_reader=reader, process_group=group)
+
+
+def compare(path: Path, tensors: dict[str, dict[str, Any]], stored: dict[str, Any]) -> None:
     wanted = {f"{part}.{name}": value for part, values in tensors.items() for name, value in values.items()}
     kept = {name for name in stored if name.split(".", 1)[0] in tensors}
     lines = [f"lacks {name}" for name in sorted(wanted.keys() - kept)]

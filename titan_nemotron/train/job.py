@@ -11,6 +11,8 @@ from titan_nemotron.data.config import DataConfig
 from titan_nemotron.errors import UserError
 from titan_nemotron.models.config import ModelConfig
 from titan_nemotron.ops.config import KernelsConfig
+from titan_nemotron.optim.config import OptimizerConfig, ScheduleConfig
+from titan_nemotron.parallel.config import CompileConfig, ParallelConfig, RecomputeConfig
 from titan_nemotron.train.config import MetricsConfig, TrainingConfig
 
 
@@ -32,6 +34,11 @@ class Job(Table):
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
+    compile: CompileConfig = Field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)

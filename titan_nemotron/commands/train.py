@@ -1,0 +1,11 @@
+"""`titan-nemotron train`: the same as `python -m titan_nemotron.train`."""
+
+import sys
+
+from titan_nemotron.train.__main__ import main
+
+
+def run(arguments: list[str]) -> None:
+    status = main(arguments, "titan-nemotron train")
+    if status:
+        sys.exit(status)

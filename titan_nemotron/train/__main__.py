@@ -1,0 +1,92 @@
+"""`torchrun --nproc-per-node N -m titan_nemotron.train --config FILE [--table.key value]`; `python -m` is one process.
+
+Exit statuses are those of train/health.py; a mistake of the user's is told once, on one line each, by all ranks together.
+"""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from titan_nemotron.config import Table, load, split
+from titan_nemotron.errors import UserError
+from titan_nemotron.train.health import MISTAKE, Stopped
+from titan_nemotron.train.job import Job
+
+
+class TrainOptions(Table):
+    """Train a model as one TOML file says."""
+
+    config: str | None = Field(None, description="TOML file of the job; without one, the defaults.")
+    dry_run: bool = Field(
+        False, description="Check the job, build the model without memory, say what would be trained, and exit."
+    )
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m titan_nemotron.train") -> int:
+    """Train as the arguments say; returns the exit status."""
+    rank_zero = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        options, rest = split(TrainOptions, Job, list(sys.argv[1:] if arguments is None else arguments), prog)
+        job = load(Job, options.config, rest, prog)
+    except UserError as error:
+        return say(error, MISTAKE) if rank_zero else MISTAKE
+    return run(job, options.dry_run)
+
+
+def run(job: Job, dry_run: bool = False) -> int:
+    # Slow to import; whoever has a mistake in a file does not wait for it.
+    from titan_nemotron.train import plan
+    from titan_nemotron.train.loop import train
+    from titan_nemotron.train.ranks import Ranks
+
+    ranks = None
+    try:
+        ranks = Ranks(job.job.device, job.parallel)
+        if dry_run:
+            lines = plan.dry_run(job, ranks)
+            if ranks.rank == 0:
+                print("\n".join(lines))
+        else:
+            train(job, ranks)
+        ranks.close()
+        return 0
+    except Stopped as stopped:
+        ended: Exception = stopped
+        status = stopped.status
+    except UserError as error:
+        ended, status = error, MISTAKE
+    except Exception as error:
+        lost = ranks.watchdog.explain(error) if ranks is not None else None
+        if lost is None:
+            raise
+        ended, status = lost, lost.status
+    if ranks is None or ranks.first_to_say(str(ended)):
+        say(ended, status)
+    return status
+
+
+def say(error: Exception, status: int) -> int:
+    prefix = "" if status > 128 else "error: "
+    for line in str(error).splitlines():
+        print(f"{prefix}{line}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        status = 130
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        # Threads that write a checkpoint or wait for another rank must not keep a failed process alive.
+        os._exit(status)

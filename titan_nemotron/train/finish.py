@@ -1,0 +1,92 @@
+"""The end of a run: the exported model, a sampled completion, a summary."""
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from titan_nemotron.checkpoint.hub_files import write_hub_directory
+from titan_nemotron.checkpoint.load import hub_tensors
+from titan_nemotron.generation.decode import generate
+from titan_nemotron.generation.sampling import Sampling
+from titan_nemotron.train.metrics import Metrics, short
+from titan_nemotron.train.setup import Progress, Run
+
+TEMPERATURE, TOP_P = 0.7, 0.9  # of the sampled completion
+
+
+def finish(run: Run, metrics: Metrics | None, progress: Progress) -> None:
+    """Called by all ranks when the last step is done and saved, also when a run that was done is started again."""
+    if metrics is not None:
+        metrics.close()
+    run.loader.close()
+    if run.job.checkpoint.export:
+        export(run)
+    completion = sampled_completion(run) if run.job.metrics.completion_tokens else None
+    run.checkpoints.close()
+    if metrics is not None:
+        for line in summary(run, progress, metrics.tokens_per_second, completion):
+            print(line, flush=True)
+
+
+def export(run: Run) -> None:
+    """Write hf/; rank 0 writes while all ranks gather one tensor after the other."""
+    run.ranks.watchdog.phase("export")
+    config = run.job.model.resolved()
+    tensors = hub_tensors(run.model, run.family.hub.tensors(config), {})
+    if run.ranks.rank == 0:
+        directory = run.directory / "hf"
+        if directory.exists():
+            shutil.rmtree(directory)
+        dtype = next(run.model.parameters()).dtype
+        write_hub_directory(
+            directory, tensors, run.family.hub.config_to_hub(config, dtype), side_files=run.directory / "tokenizer"
+        )
+    else:
+        deque(tensors, maxlen=0)
+
+
+def sampled_completion(run: Run) -> str:
+    """The prompt of [metrics] and what the model makes of it; all ranks compute the same tokens."""
+    run.ranks.watchdog.phase("sampled completion")
+    register_fsdp_forward_method(run.model, "hidden")  # only now: a loss calls it, and would gather weights twice
+    prompt = run.tokenizer.encode([run.job.metrics.completion_prompt])[0] or [run.tokenizer.eos_id]
+    sampling = Sampling(
+        temperature=TEMPERATURE, top_p=TOP_P, max_new_tokens=run.job.metrics.completion_tokens, seed=run.job.job.seed
+    )
+    tokens = generate(run.model, [prompt], sampling)[0].tokens
+    end = tokens.index(run.tokenizer.eos_id) if run.tokenizer.eos_id in tokens else len(tokens)
+    return run.job.metrics.completion_prompt + run.tokenizer.decode(tokens[:end])
+
+
+def summary(run: Run, progress: Progress, tokens_per_second: float, completion: str | None) -> Iterator[str]:
+    steps = run.job.training.steps
+    yield ""
+    yield f"done: {progress.step:,} steps, {progress.tokens:,} tokens" + (
+        f", {progress.skipped} steps skipped" if progress.skipped else ""
+    )
+    if progress.first_loss is not None and progress.last_loss is not None:
+        yield f"  loss         {progress.first_loss:.4f} first, {progress.last_loss:.4f} last"
+    record = last_record(run.directory)
+    if record.get("bits_per_byte") is not None:
+        yield f"  held out     {record['bits_per_byte']:.4f} bits per byte, loss {record['validation_loss']:.4f}"
+    if tokens_per_second:
+        yield f"  speed        {short(tokens_per_second)} tokens per second"
+    else:
+        yield f"  nothing left to train: raise training.steps above {steps}, or change job.name for a new run"
+    hf = ", hf/" if run.job.checkpoint.export else ""
+    yield f"  outputs      {run.directory}/: config.toml, metrics.jsonl, tensorboard/, checkpoints/step-{progress.step}/{hf}"
+    if completion is not None:
+        yield f"  completion   of {run.job.metrics.completion_prompt!r}:"
+        for line in completion.splitlines():
+            yield f"    | {line}"
+
+
+def last_record(directory: Path) -> dict[str, Any]:
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    record: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    return record

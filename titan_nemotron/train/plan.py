@@ -1,0 +1,54 @@
+"""What a run is about to do, in lines to read."""
+
+from titan_nemotron.ops import kernels
+from titan_nemotron.optim import adamw
+from titan_nemotron.train.flops import ModelSize, model_size
+from titan_nemotron.train.job import Job
+from titan_nemotron.train.metrics import short
+from titan_nemotron.train.ranks import Ranks
+from titan_nemotron.train.setup import Progress, Run, build_model, compute_dtype
+
+BYTES_OF_STATE = 16  # a parameter: fp32 weight and gradient, and AdamW's two averages
+
+
+def describe_run(run: Run, progress: Progress) -> list[str]:
+    """The first lines of a run."""
+    lines = describe(run.job, run.size, run.ranks)
+    if progress.step:
+        lines.append(f"resuming {run.directory} after step {progress.step} of {run.job.training.steps}")
+    return lines
+
+
+def describe(job: Job, size: ModelSize, ranks: Ranks) -> list[str]:
+    training = job.training
+    tokens = training.global_batch_size * training.sequence_length
+    mesh = " x ".join(f"{name} {ranks.mesh[name].size()}" for name in ranks.mesh.mesh_dim_names or ())
+    accumulation = training.global_batch_size // (training.microbatch_size * ranks.num_ranks)
+    dtype = str(compute_dtype(job, ranks.device)).removeprefix("torch.")
+    return [
+        f"{job.job.name}: {job.model.family} {job.model.flavor}, {size.total:,} parameters, {size.active:,} active",
+        f"mesh: {mesh} on {ranks.device.type}, computing in {dtype}; recompute {job.recompute.mode}, "
+        f"compile {'on' if job.compile.enable else 'off'}",
+        f"batch: {training.global_batch_size} rows of {training.sequence_length} = {tokens:,} tokens a step, "
+        f"{accumulation} microbatches of {training.microbatch_size} a rank; {training.steps:,} steps, "
+        f"{short(float(tokens) * training.steps)} tokens",
+        f"kernels: {'; '.join(kernels.describe(ranks.device.type))}",
+    ]
+
+
+def dry_run(job: Job, ranks: Ranks) -> list[str]:
+    """Check what can be checked without data and memory, and say what a run would do. Raises UserError."""
+    job.check_ranks(ranks.num_ranks)
+    kernels.configure(job.kernels)
+    _, model = build_model(job)
+    size = model_size(model, job.training.sequence_length)
+    state = size.total * BYTES_OF_STATE / ranks.num_ranks / 2**30
+    return [
+        *describe(job, size, ranks),
+        f"work: {short(size.flops)} FLOPs a token, forward and backward; weights, gradients and optimizer "
+        f"{state:.3g} GiB a rank",
+        "",
+        adamw.describe(model),
+        "",
+        "dry run: nothing was trained or written",
+    ]

@@ -1,0 +1,69 @@
+"""The processes of a run, and what they decide together."""
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_nemotron.errors import UserError
+from titan_nemotron.parallel.config import ParallelConfig
+from titan_nemotron.parallel.mesh import build_mesh, process_device, start_process_group
+from titan_nemotron.train.watchdog import Watchdog
+
+T = TypeVar("T")
+
+
+def is_rank_zero() -> bool:
+    """Also before the process group exists."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Ranks:
+    """This process among the others: device, mesh, a process group for small things on the CPU, and the watchdog."""
+
+    def __init__(self, device: str, parallel: ParallelConfig) -> None:
+        self.device: torch.device = process_device(device)
+        start_process_group(self.device, parallel.timeout_seconds)
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.mesh: DeviceMesh = build_mesh(parallel, self.device)
+        self.group = dist.new_group(backend="gloo")
+        self.saving_group = dist.new_group(backend="gloo")  # saving goes on in the background
+        self.watchdog = Watchdog(parallel.timeout_seconds)
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, on every rank."""
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, act: Callable[[], T]) -> T:
+        """What `act` gives here; a mistake that any rank finds ends all of them, with each line once.
+
+        For what has no collective operation inside and may fail on one rank alone, such as reading files.
+        """
+        value, mistake = None, ""
+        try:
+            value = act()
+        except UserError as error:
+            mistake = str(error)
+        lines = dict.fromkeys(line for text in self.gather(mistake) for line in text.splitlines())
+        if lines:
+            raise UserError("\n".join(lines))
+        return value  # type: ignore[return-value]
+
+    def agree(self, *values: int) -> list[int]:
+        """The largest of each value over all ranks."""
+        largest = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return [int(value) for value in largest]
+
+    def first_to_say(self, text: str) -> bool:
+        """Whether no other rank has said this: a message that all ranks have is printed once."""
+        return bool(self.watchdog.store.add(text, 1) == 1)
+
+    def close(self) -> None:
+        self.watchdog.close()
+        dist.destroy_process_group()
