@@ -8,11 +8,12 @@
 #   GPU_EXTRAS=0     leave out mamba-ssm and causal-conv1d, which a GPU machine may have to compile for a long time
 #   pip's settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, its files) are honoured
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 venv="$root/.venv"
 log="$venv/install.log"
+# Not compiled at once: most modules of the large packages are never imported.
 pip=("$venv/bin/python" -m pip --no-input --disable-pip-version-check install --no-color --progress-bar off
-    --no-build-isolation -c "$root/constraints.txt")
+    --no-compile --no-build-isolation -c "$root/constraints.txt")
 
 # Device files, because asking the driver takes up to a second on some machines, and every start comes by here.
 has_gpu() { [[ -e /dev/nvidiactl || -e /dev/dxg ]] && command -v nvidia-smi > /dev/null; }
@@ -73,7 +74,7 @@ must() {
 
 # optional MODULE LABEL COMMAND...: a step that may fail; its outcome goes into $extras_report.
 optional() {
-    local kept="install-$2.log"
+    local kept="install-$1.log"
     if step "$2" "${@:3}" && "$venv/bin/python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)"; then
         extras_report+="$2 yes, "
     else
@@ -82,47 +83,66 @@ optional() {
     fi
 }
 
-# The kernels' packages: with a GPU all of them; without one only for the tests, which interpret the kernels, so that
-# nothing is compiled. mamba-ssm and causal-conv1d come without their dependencies: mamba-ssm pins old versions of some
-# that its scan does not use.
+# The packages of fast kernels. With a GPU they are built for it. Without one only the tests want them, to interpret the
+# Triton kernels in them, and the rest is left unbuilt (and out of pip's cache, where a GPU machine might find it).
+# mamba-ssm comes without its dependencies: it pins old versions of some that its scan does not use.
 install_kernels() {
     local extras_report="" build=(env)
-    has_gpu || build+=(CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE
-        MAMBA_SKIP_CUDA_BUILD=TRUE)
-    optional liger_kernel liger-kernel "${pip[@]}" -e "$root[gpu]"
+    has_gpu || build=(env PIP_NO_CACHE_DIR=1 CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE
+        MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE)
+    optional liger_kernel "triton, liger-kernel" "${pip[@]}" -e "${root}[gpu]"
     if [[ "${GPU_EXTRAS:-1}" != 0 ]]; then
         optional causal_conv1d causal-conv1d "${build[@]}" "${pip[@]}" --no-deps causal-conv1d
         optional mamba_ssm mamba-ssm "${build[@]}" "${pip[@]}" --no-deps mamba-ssm
     fi
-    echo "  GPU extras: ${extras_report%, }"
+    echo "  $(has_gpu && echo GPU extras || echo Interpreted kernels): ${extras_report%, }"
 }
 
+say_torch() {
+    local version cuda
+    read -r version cuda < <("$venv/bin/python" -c 'import torch; print(torch.__version__, torch.version.cuda or "")')
+    echo "  torch $version${cuda:+, for CUDA $cuda}"
+    if has_gpu && [[ -z "$cuda" ]]; then
+        echo "  There is an NVIDIA GPU, but pip found a torch without CUDA first: see its index and find-links settings." >&2
+    fi
+}
+
+# Everybody's extras; those of the tests; on a GPU the low-precision formats as well.
+extras_for() {
+    echo "data,hf$([[ "$1" == tests ]] && echo ,test)$([[ "$1" == tests ]] || has_gpu && echo ,lowp)"
+}
+
+stands_where_it_was_made() { tr -d "'\"" 2> /dev/null < "$venv/bin/activate" | grep -qF "VIRTUAL_ENV=$venv"; }
+
 install_venv() {
-    local profile="$1" extras=data,hf python
-    is_current "$profile" && return   # a start that waited for another finds everything done
-    if [[ -e "$venv/unfinished" || ! -x "$venv/bin/python" ]] || ! tr -d "'\"" < "$venv/bin/activate" | grep -qF "VIRTUAL_ENV=$venv"; then
+    local profile="$1" extras python
+    is_current "$profile" && return # a start that waited for another finds everything done
+    if [[ -e "$venv/unfinished" || ! -x "$venv/bin/python" ]] || ! stands_where_it_was_made; then
         python="$(find_python)" || exit 1
         rm -rf "$venv"
         "$python" -m venv "$venv"
     fi
-    # What the tests have installed is kept up to date by a training run too.
-    [[ "$profile" == tests || -f "$venv/stamp-tests" ]] && extras+=,lowp,test
+    [[ -f "$venv/stamp-tests" ]] && profile=tests # what the tests have installed, a training run keeps up to date too
+    extras="$(extras_for "$profile")"
     rm -f "$venv"/stamp-*
     touch "$venv/unfinished"
     echo "Setting up .venv with $("$venv/bin/python" -V); later starts reuse it."
     must "torch" torch hatchling editables
-    must "titan_nemotron[$extras]" -e "$root[$extras]"
-    if has_gpu || [[ "$extras" == *test* ]]; then install_kernels; fi
-    "$venv/bin/python" -c 'import torch; print(f"  torch {torch.__version__}", f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")'
+    must "titan_nemotron[$extras]" -e "${root}[$extras]"
+    if has_gpu || [[ "$profile" == tests ]]; then install_kernels; fi
+    say_torch
     rm -f "$venv/unfinished"
     stamp > "$venv/stamp-train"
-    if [[ "$extras" == *test* ]]; then stamp > "$venv/stamp-tests"; fi
+    if [[ "$profile" == tests ]]; then stamp > "$venv/stamp-tests"; fi
 }
 
 setup_venv() {
     # The lock is held on a file that exists anyway, and that can be opened for writing as network file systems ask.
     is_current "$1" || (
-        if command -v flock > /dev/null; then flock 9; fi
+        if command -v flock > /dev/null && ! flock -n 9; then
+            echo "Another start is setting up .venv: waiting for it."
+            flock 9
+        fi
         install_venv "$1"
     ) 9<> "$root/pyproject.toml"
 }
