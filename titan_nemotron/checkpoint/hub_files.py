@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ DTYPES = {
 }
 # What stands beside the weights and belongs to the model: tokenizer, chat template, generation settings, model code.
 SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".py")
+OWN_FILES = (CONFIG, "hub.json", "state.json")
 
 
 class Entry(NamedTuple):
@@ -105,14 +106,14 @@ def write_hub_directory(
     tensors: Iterable[tuple[str, Tensor]],
     config: dict[str, Any],
     *,
-    side_files: Path | None = None,
+    side_files: Sequence[Path] = (),
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Write a Hugging Face directory from a stream of (hub name, tensor): at most one shard is held in memory.
 
     A new shard starts when the next tensor would exceed max_shard_bytes; one shard alone is named model.safetensors, more
-    get an index. side_files: a directory whose tokenizer and other small files are copied along. The directory appears
-    under its name only when it is complete. Raises UserError when it exists already.
+    get an index. side_files: folders whose tokenizer and other small files are copied along. The directory appears under
+    its name only when it is complete. Raises UserError when it exists already.
     """
     path = Path(path)
     if path.exists():
@@ -120,8 +121,8 @@ def write_hub_directory(
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if side_files is not None:
-        copy_side_files(side_files, partial)
+    for folder in side_files:
+        copy_side_files(folder, partial)
     (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     places: list[list[str]] = []
     total_bytes = 0
@@ -155,7 +156,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
 
 
 def copy_side_files(source: Path, destination: Path) -> None:
-    """Copy what stands beside the weights, except the configuration and the index of the weights."""
+    """Copy what stands beside the weights, except what describes these weights alone."""
     for file in sorted(source.iterdir()):
-        if file.suffix in SIDE_FILES and file.name != CONFIG and not file.name.endswith(".index.json"):
+        if file.suffix in SIDE_FILES and file.name not in OWN_FILES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, destination / file.name)

@@ -1,35 +1,90 @@
-"""Models from directories: tensors copied one by one into the places that the family's hub names stand for."""
+"""Models from directories, of Hugging Face or of ours; every tensor has to fit."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import tomllib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_nemotron.checkpoint.hub_files import HubFiles
+from titan_nemotron.checkpoint.hub_files import HubFiles, is_hub_directory
+from titan_nemotron.checkpoint.manager import complete_steps
+from titan_nemotron.config import build
 from titan_nemotron.errors import UserError
-from titan_nemotron.models.family import Family, Slot, family_of_hub
+from titan_nemotron.models.config import ModelConfig
+from titan_nemotron.models.family import Family, Slot, family_of_hub, load_family
 from titan_nemotron.models.layers.basic import fp32_names
 from titan_nemotron.models.layers.init import initialize, local_part, tensors_by_name
 
 LISTED = 10  # tensors that an error names before it only counts
+PREFIX = "model."  # of the weights among a checkpoint's tensors
 
 
 def load_model(
     path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
-    """The model in a Hugging Face directory, in evaluation mode.
+    """The model in a Hugging Face directory or in one of our checkpoints, in evaluation mode.
 
     Called as model(input_ids [B, L], document_ids [B, L] or None) -> logits [B, L, V]. Without a dtype every tensor keeps
     the one it is stored in; a given dtype leaves those in fp32 that training keeps there (router, norms, A_log, D,
     dt_bias, head), unless it is wider. Raises UserError for whatever does not fit.
     """
-    files = HubFiles(path)
-    family = family_of_hub(files.config, str(files.path))
-    config = family.hub.config_from_hub(files.config)
-    model = empty_model(family, config, device or "cpu", stored_dtypes(files, family.hub.tensors(config)), dtype)
-    load_hub(model, files, family.hub.tensors(config), seed=0)
+    path = Path(path)
+    if is_hub_directory(path):
+        files = HubFiles(path)
+        family = family_of_hub(files.config, str(path))
+        return from_hub(
+            files, family, family.hub.config_from_hub(files.config, where=str(path / "config.json")), dtype, device
+        )
+    path = checkpoint_directory(path)
+    family, config = checkpoint_model(path)
+    stored = {name: entry.properties.dtype for name, entry in stored_tensors(path).items()}
+    model = empty_model(family, config, device or "cpu", stored, dtype)
+    load_checkpoint(model, path, seed=0)
+    return model.eval()
+
+
+def load_weights(
+    model: nn.Module,
+    family: Family,
+    config: Any,
+    path: str | Path,
+    *,
+    seed: int,
+    init_missing: Sequence[str] = (),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fill a materialised model, sharded or not, from a Hugging Face directory or one of our checkpoints, all ranks together.
+
+    A missing, unexpected or misshapen tensor is a UserError that names it, unless one of the patterns init_missing
+    matches its name in the source: then its initial value is used (an unexpected one is left out). A pattern that
+    matches no such tensor is an error.
+    """
+    path = Path(path)
+    if is_hub_directory(path):
+        load_hub(model, HubFiles(path), family.hub.tensors(config), seed=seed, init_missing=init_missing)
+    else:
+        load_checkpoint(model, checkpoint_directory(path), seed=seed, init_missing=init_missing, group=group)
+
+
+def from_hub(
+    files: HubFiles,
+    family: Family,
+    config: Any,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """load_model with a configuration of the caller's, for example with more multi-token depths than blocks."""
+    slots = family.hub.tensors(config)
+    model = empty_model(family, config, device or "cpu", stored_dtypes(files, slots), dtype)
+    load_hub(model, files, slots, seed=0)
     return model.eval()
 
 
@@ -45,7 +100,7 @@ def stored_dtypes(files: HubFiles, slots: Mapping[str, Slot]) -> dict[str, torch
 
 def empty_model(
     family: Family,
-    config: object,
+    config: Any,
     device: torch.device | str,
     stored: Mapping[str, torch.dtype],
     dtype: torch.dtype | None = None,
@@ -60,10 +115,7 @@ def empty_model(
         if dtype is not None and full in fp32:
             wanted = torch.promote_types(dtype, torch.float32)
         empty = torch.empty_like(tensor, dtype=wanted, device=device)
-        if isinstance(tensor, nn.Parameter):
-            setattr(module, name, nn.Parameter(empty))
-        else:
-            setattr(module, name, empty)
+        setattr(module, name, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
     return model
 
 
@@ -71,13 +123,9 @@ def empty_model(
 def load_hub(
     model: nn.Module, files: HubFiles, slots: Mapping[str, Slot], *, seed: int, init_missing: Sequence[str] = ()
 ) -> None:
-    """Fill a materialised model, sharded or not, from hub files; each rank reads only what it holds.
-
-    A missing, unexpected or misshapen tensor is a UserError that names it, unless one of the patterns init_missing
-    matches its hub name: then its initial value is used (an unexpected one is left out). A pattern that matches no such
-    tensor is an error.
-    """
-    waived = check(files, slots, init_missing)
+    """load_weights from hub files; each rank reads only what it holds."""
+    found = {name: entry.shape for name, entry in files.entries.items()}
+    waived = check(files.path, found, {name: slot.shape for name, slot in slots.items()}, init_missing)
     initialize(model, seed, {slots[name].parameter for name in waived if name in slots})
     tensors = {name: getattr(module, own) for name, (module, own) in tensors_by_name(model).items()}
     local_parts = {slot.parameter: local_part(tensors[slot.parameter]) for slot in slots.values()}
@@ -97,45 +145,123 @@ def load_hub(
         local.copy_(files.read(name, () if whole else part))
 
 
-def check(files: HubFiles, slots: Mapping[str, Slot], init_missing: Sequence[str]) -> set[str]:
-    """The hub names that the patterns waive. Raises UserError for what does not fit and is not waived."""
-    problems: dict[str, str] = {name: "is missing" for name in slots if name not in files.entries}
-    for name, entry in files.entries.items():
-        if name not in slots:
+def check(
+    path: Path,
+    found: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    init_missing: Sequence[str] = (),
+) -> set[str]:
+    """The names that the patterns waive. Raises UserError for what does not fit and is not waived."""
+    problems: dict[str, str] = {name: "is missing" for name in wanted if name not in found}
+    for name, shape in found.items():
+        if name not in wanted:
             problems[name] = "is unexpected"
-        elif entry.shape != slots[name].shape:
-            problems[name] = f"has shape {list(entry.shape)}, the model needs {list(slots[name].shape)}"
-    lines = []
-    for pattern in init_missing:
-        if not any(fnmatchcase(name, pattern) for name in problems):
-            lines.append(f"checkpoint.init_missing: {pattern!r} matches no missing tensor of {files.path}; remove it")
+        elif shape != wanted[name]:
+            problems[name] = f"has shape {list(shape)}, the model needs {list(wanted[name])}"
+    lines = [
+        f"checkpoint.init_missing: {pattern!r} matches no missing tensor of {path}; remove it"
+        for pattern in init_missing
+        if not any(fnmatchcase(name, pattern) for name in problems)
+    ]
     waived = {name for name in problems if any(fnmatchcase(name, pattern) for pattern in init_missing)}
-    found = [f"{files.path}: {name} {problem}" for name, problem in problems.items() if name not in waived]
-    lines += found[:LISTED]
-    if len(found) > LISTED:
-        lines.append(f"{files.path}: {len(found) - LISTED} more tensors do not fit")
+    unfit = [f"{path}: {name} {problem}" for name, problem in problems.items() if name not in waived]
+    lines += unfit[:LISTED]
+    if len(unfit) > LISTED:
+        lines.append(f"{path}: {len(unfit) - LISTED} more tensors do not fit")
     if lines:
         raise UserError("\n".join(lines))
     return waived
 
 
+# Our own checkpoints.
+
+
+def checkpoint_directory(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest whole one of a run. Raises UserError when there is none."""
+    if (path / ".metadata").is_file():
+        return path
+    for directory in (path, path / "checkpoints"):
+        steps = complete_steps(directory)
+        if steps:
+            return directory / f"step-{steps[-1]}"
+    raise UserError(
+        f"{path}: is neither a Hugging Face directory (config.json and safetensors) nor one of our checkpoints"
+    )
+
+
+def checkpoint_model(path: Path) -> tuple[Family, Any]:
+    """Family and configuration of the model in one of our checkpoints, by the config.toml beside its tensors."""
+    file = path / "config.toml"
+    try:
+        job = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{file}: cannot read it ({error.strerror}); a checkpoint needs its job's config.toml"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{file}: is not TOML ({error})") from error
+    table = build(ModelConfig, job.get("model", {}), "model")
+    return load_family(table.family), table.resolved()
+
+
+def stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Parameter or buffer name -> its size and type in one of our checkpoints."""
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix(PREFIX): entry
+        for name, entry in metadata.items()
+        if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+@torch.no_grad()
+def load_checkpoint(
+    model: nn.Module,
+    path: Path,
+    *,
+    seed: int,
+    init_missing: Sequence[str] = (),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """load_weights from one of our checkpoints; names are those of our parameters."""
+    saved = set(model.state_dict())
+    tensors = {
+        name: getattr(module, own).detach() for name, (module, own) in tensors_by_name(model).items() if name in saved
+    }
+    found = {name: tuple(entry.size) for name, entry in stored_tensors(path).items()}
+    waived = check(path, found, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, init_missing)
+    initialize(model, seed, waived)
+    read_tensors(path, {name: tensor for name, tensor in tensors.items() if name not in waived}, group)
+
+
+def read_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Fill tensors, sharded or not, with those of the same names."""
+    state = {PREFIX + name: tensor for name, tensor in tensors.items()}
+    with quiet():
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=group)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's warning that a checkpoint is read or written by a single process: it may be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
 def hub_tensors(
-    model: nn.Module, slots: Mapping[str, Slot], dtypes: Mapping[str, torch.dtype]
+    parameters: Iterable[tuple[str, Tensor]], slots: Mapping[str, Slot], dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every hub tensor of a model, sharded or not, for write_hub_directory; all ranks must run through it together.
+    """Every hub tensor of a stream of parameters and buffers, for write_hub_directory.
 
     dtypes: hub name -> the dtype to write; the parameter's own where there is none. A sharded parameter is gathered once,
-    whole, and its experts are cut out of it.
+    whole (all ranks run through the stream together), and its experts are cut out of it.
     """
-    owners = tensors_by_name(model)
     by_parameter: dict[str, list[tuple[str, Slot]]] = {}
     for name, slot in slots.items():
         by_parameter.setdefault(slot.parameter, []).append((name, slot))
-    for parameter, members in by_parameter.items():
-        module, own = owners[parameter]
-        tensor = getattr(module, own).detach()
-        if hasattr(tensor, "full_tensor"):
-            tensor = tensor.full_tensor()
-        for name, slot in members:
-            piece = tensor if slot.expert is None else tensor[slot.expert]
+    for parameter, tensor in parameters:
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for name, slot in by_parameter.get(parameter, ()):
+            piece = whole if slot.expert is None else whole[slot.expert]
             yield name, piece.to(dtypes.get(name, piece.dtype))

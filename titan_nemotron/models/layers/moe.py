@@ -150,7 +150,7 @@ class MoE(nn.Module):
         topk: int,
         hidden: int,
         shared_hidden: int,
-        latent: int | None,
+        latent: int,
         n_group: int,
         topk_group: int,
         norm_topk: bool,

@@ -47,7 +47,9 @@ class Nemotron3Config(Table):
     moe_shared_expert_intermediate_size: int = Field(
         3712, ge=0, description="Inner size of the shared expert; 0 for none."
     )
-    moe_latent_size: int | None = Field(None, description="Size of the latent space the routed experts work in.")
+    moe_latent_size: int = Field(
+        0, ge=0, description="Size of the latent space the routed experts work in; 0 for none."
+    )
     n_group: int = Field(1, gt=0, description="Groups of experts for group-limited routing.")
     topk_group: int = Field(1, gt=0, description="Groups a token may choose from.")
     norm_topk_prob: bool = Field(True, description="Divide the chosen scores by their sum.")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from titan_nemotron.config import build
 from titan_nemotron.errors import UserError
 from titan_nemotron.models.family import Slot
 from titan_nemotron.models.nemotron3.config import Nemotron3Config
@@ -19,7 +20,47 @@ _LETTERS = {
 _SAME = tuple(
     name
     for name in Nemotron3Config.model_fields
-    if name not in ("pattern", "mtp_pattern", "mtp_blocks", "mtp_depths", "mixers", "moe_latent_size")
+    if name not in ("pattern", "mtp_pattern", "mtp_blocks", "mtp_depths", "mixers")
+)
+# What a config.json that lacks a key means by it, where that is not our own default (transformers' NemotronHConfig).
+_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_key_value_heads": 8,
+    "intermediate_size": 21504,
+    "mamba_num_heads": 128,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.0,
+    "max_position_embeddings": 4096,
+}
+# Other names of keys, from old files and from transformers' aliases.
+_ALIASES = {
+    "layer_types": "layers_block_type",
+    "num_local_experts": "n_routed_experts",
+    "norm_eps": "layer_norm_epsilon",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_dt_max": "time_step_max",
+    "mamba_dt_limit": "time_step_limit",
+    "mamba_dt_init_floor": "time_step_floor",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_chunk_size": "chunk_size",
+}
+# What the family has no other form of.
+_FIXED = {"tie_word_embeddings": False, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
+# Keys that say what config_to_hub says its own way.
+_LAYER_KEYS = (
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "layer_types",
+    "mtp_hybrid_override_pattern",
+    "mtp_layers_block_type",
+    "mtp_num_layers",
+    "mtp_use_repeated_layer",
+    "dtype",
 )
 
 
@@ -106,51 +147,96 @@ def _block(c: Nemotron3Config, letter: str, hub: str, ours: str) -> dict[str, Sl
     return slots
 
 
-def _pattern(hub: dict[str, Any], prefix: str) -> str | None:
-    """Both spellings of a layer list: a pattern string, or a list of type names."""
-    if hub.get(f"{prefix}layers_block_type") is not None:
-        return "".join(_LETTERS[name] for name in hub[f"{prefix}layers_block_type"])
-    return hub.get(f"{prefix}hybrid_override_pattern")
+def _pattern(hub: dict[str, Any], prefix: str, where: str) -> str | None:
+    """Both spellings of a layer list: a list of type names, or a pattern string; the list wins, as in transformers."""
+    names = hub.get(f"{prefix}layers_block_type")
+    if names is None:
+        return hub.get(f"{prefix}hybrid_override_pattern")
+    for name in names:
+        if name not in _LETTERS:
+            raise UserError(f"{where}: {prefix}layers_block_type: unknown layer {name!r}; known: {', '.join(_LETTERS)}")
+    return "".join(_LETTERS[name] for name in names)
 
 
-def config_from_hub(hub: dict[str, Any], mtp_depths: int | None = None) -> Nemotron3Config:
-    """Our configuration from a hub config.json; mtp_depths defaults to the number of physical blocks.
+def config_from_hub(hub: dict[str, Any], mtp_depths: int | None = None, where: str = "config.json") -> Nemotron3Config:
+    """Our configuration from a hub config.json, which missing keys fill with transformers' defaults.
 
-    A Megatron-style pattern "main/*E/*E" lists the multi-token depths after slashes; "|" marks pipeline cuts.
+    mtp_depths: how often the multi-token blocks are used; by default what the file says, else once each. A Megatron-style
+    pattern "main/*E/*E" lists the multi-token depths behind slashes; "|" marks pipeline cuts. Keys that transformers
+    ignores are ignored (expand, rope_theta, n_shared_experts, mamba_proj_bias, residual_in_fp32), except attention_bias.
+    Raises UserError, with `where` in front, for each value the family cannot have.
     """
-    pattern = _pattern(hub, "")
-    if pattern is None:
-        raise UserError("config.json: has neither hybrid_override_pattern nor layers_block_type")
+    hub = {_ALIASES[name]: value for name, value in hub.items() if name in _ALIASES} | {
+        name: value for name, value in hub.items() if name not in _ALIASES
+    }
+    for name, only in _FIXED.items():
+        if hub.get(name, only) not in (only, None):
+            raise UserError(f"{where}: {name} = {hub[name]!r}: only {only!r} is supported")
+    pattern = _pattern(hub, "", where)
+    if not pattern:
+        raise UserError(f"{where}: has neither hybrid_override_pattern nor layers_block_type; add one of them")
     pattern, *repeats = pattern.replace("|", "").split("/")
-    blocks = hub.get("num_nextn_predict_layers") or 0
+    if len(set(repeats)) > 1:
+        raise UserError(f"{where}: hybrid_override_pattern: the multi-token depths {repeats} differ; make them equal")
+    blocks = hub.get("num_nextn_predict_layers")
+    if blocks is None:
+        blocks = 1 if repeats and hub.get("mtp_use_repeated_layer") else len(repeats)
     values = {name: hub[name] for name in _SAME if hub.get(name) is not None}
-    return Nemotron3Config(
-        pattern=pattern,
-        moe_latent_size=hub.get("moe_latent_size"),
-        mtp_pattern=_pattern(hub, "mtp_") or (repeats[0] if repeats else "*E"),
-        mtp_blocks=blocks,
-        mtp_depths=max(blocks, len(repeats)) if blocks and mtp_depths is None else (mtp_depths or 0) if blocks else 0,
-        **values,
-    )
+    values |= {
+        "pattern": pattern,
+        "mtp_pattern": _pattern(hub, "mtp_", where) or (repeats[0] if repeats else "*E"),
+        "mtp_blocks": blocks,
+        "mtp_depths": mtp_depths if mtp_depths is not None else _depths(hub, blocks, len(repeats)),
+    }
+    if "time_step_limit" in values:
+        values["time_step_limit"] = [_number(bound) for bound in values["time_step_limit"]]
+    try:
+        return build(Nemotron3Config, _DEFAULTS | values, "")
+    except UserError as error:
+        lines = [f"{where}: {line.removeprefix('.')}" for line in str(error).splitlines()]
+        raise UserError("\n".join(lines)) from None
 
 
-def config_to_hub(config: Nemotron3Config, dtype: str) -> dict[str, Any]:
-    """A hub config.json; num_nextn_predict_layers is the number of physical blocks. dtype: "float32", "bfloat16", ..."""
-    hub = {
+def _depths(hub: dict[str, Any], blocks: int, repeats: int) -> int:
+    return max(blocks, repeats, hub.get("mtp_num_layers") or 0) if blocks else 0
+
+
+def _number(value: Any) -> Any:
+    """transformers writes infinity as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
+
+
+def config_to_hub(
+    config: Nemotron3Config, dtype: str | None = None, source: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A hub config.json; num_nextn_predict_layers is the number of physical blocks.
+
+    dtype: "bfloat16", ...; what source says, else "float32", where it is None. source: the config.json the model came
+    from. Where it describes the same model it is returned as it is; else its keys that we do not know (token ids, rope
+    settings, ...) are kept beside ours.
+    """
+    if source is not None:
+        stated = source.get("torch_dtype", source.get("dtype"))
+        dtype = dtype or stated
+        if config_from_hub(source, mtp_depths=config.mtp_depths) == config:
+            return source if dtype == stated else source | {"dtype" if "dtype" in source else "torch_dtype": dtype}
+    hub: dict[str, Any] = {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": MODEL_TYPE,
-        "torch_dtype": dtype,
-        "tie_word_embeddings": False,
+        "torch_dtype": dtype or "float32",
         "hybrid_override_pattern": config.pattern,
-        "mlp_hidden_act": "relu2",
-        "mamba_hidden_act": "silu",
+        "num_hidden_layers": config.num_layers,
         "mamba_proj_bias": config.use_bias,
         "norm_eps": config.layer_norm_epsilon,
         "residual_in_fp32": False,
         "n_shared_experts": 1,
-        "moe_latent_size": config.moe_latent_size,
         "num_nextn_predict_layers": config.mtp_blocks,
+        **_FIXED,
     }
     if config.mtp_blocks:
         hub["mtp_hybrid_override_pattern"] = config.mtp_pattern
-    return hub | {name: getattr(config, name) for name in _SAME}
+    if config.mtp_depths > config.mtp_blocks:
+        hub |= {"mtp_num_layers": config.mtp_depths, "mtp_use_repeated_layer": True}  # Megatron-LM's names
+    hub |= {name: getattr(config, name) for name in _SAME} | {"moe_latent_size": config.moe_latent_size or None}
+    stale = {*_LAYER_KEYS, *_ALIASES}
+    return {name: value for name, value in (source or {}).items() if name not in stale} | hub
