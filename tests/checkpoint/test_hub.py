@@ -136,7 +136,9 @@ def test_export_in_bf16_keeps_what_stays_fp32(tmp_path: Path) -> None:
     convert(written(tmp_path / "hf", model), tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "small", dtype=torch.bfloat16)
     files = HubFiles(tmp_path / "small")
-    fp32 = {name.rpartition("mixer.")[2] or name for name, entry in files.entries.items() if entry.dtype == torch.float32}
+    fp32 = {
+        name.rpartition("mixer.")[2] or name for name, entry in files.entries.items() if entry.dtype == torch.float32
+    }
     assert {"A_log", "D", "dt_bias", "gate.weight", "gate.e_score_correction_bias", "norm.weight"} <= fp32
     assert {"lm_head.weight", "backbone.norm_f.weight"} <= fp32
     assert files.entries["backbone.embeddings.weight"].dtype == torch.bfloat16
@@ -262,7 +264,9 @@ def test_loaded_values_survive_another_initialisation_of_nothing(tmp_path: Path)
 
 def hf_logits(path: Path, ids: Tensor) -> tuple[Tensor, Any]:
     transformers = pytest.importorskip("transformers")
-    reference = transformers.NemotronHForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    reference = transformers.NemotronHForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         return reference.eval()(ids).logits, reference
 

@@ -134,6 +134,8 @@ def write_hub_directory(
     if len(files) == 1:
         files = [WEIGHTS]
     for number, file in enumerate(files):
+        # safetensors writes files that only their owner may read
+        (partial / f"{number}.part").chmod((partial / CONFIG).stat().st_mode)
         (partial / f"{number}.part").rename(partial / file)
     if len(files) > 1:
         weight_map = {name: file for names, file in zip(places, files, strict=True) for name in names}

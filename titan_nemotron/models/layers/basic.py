@@ -44,8 +44,6 @@ class RMSNorm(nn.Module):
 
     stays_fp32 = True
 
-    stays_fp32 = True
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
