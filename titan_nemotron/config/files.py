@@ -30,7 +30,7 @@ def _read(file: FilePath, below: tuple[FilePath, ...]) -> tuple[Tree, Origins]:
         raise UserError(
             f"{below[-1]}: base goes in a circle: {' -> '.join(map(str, (*below, file)))}; remove one of them"
         )
-    tree, lines = _parse(file, f'{below[-1]}: base = "{file}": ' if below else "")
+    tree, lines = _parse(file, below)
     origins: Origins = {path: f"{file}:{line}" for path, line in lines.items()}
     base = tree.pop("base", None)
     if base is None:
@@ -44,17 +44,18 @@ def _read(file: FilePath, below: tuple[FilePath, ...]) -> tuple[Tree, Origins]:
     return merged, merged_origins
 
 
-def _parse(file: FilePath, context: str) -> tuple[Tree, dict[Path, int]]:
+def _parse(file: FilePath, below: tuple[FilePath, ...]) -> tuple[Tree, dict[Path, int]]:
+    name = f'{below[-1]}: base = "{file}"' if below else str(file)
     try:
         text = file.read_bytes().decode()
         tree = tomllib.loads(text)
     except FileNotFoundError:
-        neighbours = [str(other) for other in file.parent.glob("*.toml")]
-        similar = difflib.get_close_matches(str(file), neighbours, n=1)
-        hint = f"; did you mean {similar[0]}?" if similar else "; give the path of a TOML file"
-        raise UserError(f"{context or f'{file}: '}no such file{hint}") from None
+        neighbours = [other.name for other in file.parent.glob("*.toml") if other not in below]
+        similar = difflib.get_close_matches(file.name, neighbours, n=1)
+        hint = f"; did you mean {file.with_name(similar[0])}?" if similar else "; give the path of a TOML file"
+        raise UserError(f"{name}: no such file{hint}") from None
     except OSError as error:
-        raise UserError(f"{context or f'{file}: '}{(error.strerror or str(error)).lower()}; give a TOML file") from None
+        raise UserError(f"{name}: {(error.strerror or str(error)).lower()}; give a TOML file") from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise UserError(f"{file}:{line}: not UTF-8; save the file as UTF-8 text") from None
@@ -87,16 +88,16 @@ def _lines(text: str, tree: Tree) -> dict[Path, int]:
             names = _names(header[1])
             for position, name in enumerate(names, 1):
                 path = (*path, name)
-                if isinstance(_at(tree, path), list):
+                if isinstance(at(tree, path), list):
                     if position == len(names) and line.lstrip().startswith("[["):
                         counts[path] = counts.get(path, -1) + 1
                     path = (*path, counts.get(path, 0))
-            if _at(tree, path) is not None:
+            if at(tree, path) is not None:
                 table = path
                 lines.setdefault(path, number)
         elif key := KEY.match(line):
             path = (*table, *_names(key[1]))
-            if _at(tree, path) is not None:
+            if at(tree, path) is not None:
                 lines.setdefault(path, number)
     return lines
 
@@ -105,7 +106,8 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip().strip("\"'") for part in text.split("."))
 
 
-def _at(tree: Any, path: Path) -> Any:
+def at(tree: Any, path: Path) -> Any:
+    """What stands at a path, None where nothing does."""
     for part in path:
         try:
             tree = tree[part]
@@ -127,9 +129,21 @@ def merge(tree: Tree, other: Tree, origins: Origins, other_origins: Origins, pre
         origins.update({new: line for new, line in other_origins.items() if new[: len(path)] == path})
 
 
+def put(tree: Any, path: Path, value: Any) -> None:
+    """Set what stands at a path, making the tables and the next item of a list on the way."""
+    for place, part in enumerate(path):
+        last = place == len(path) - 1
+        inner: Any = value if last else [] if isinstance(path[place + 1], int) else {}
+        if isinstance(tree, list) and part == len(tree):
+            tree.append(inner)
+        elif last or not isinstance(at(tree, (part,)), type(inner)):
+            tree[part] = inner
+        tree = tree[part]
+
+
 def take_out(tree: Any, path: Path) -> bool:
     """Remove what stands at a path; False where nothing does."""
-    around = _at(tree, path[:-1])
+    around = at(tree, path[:-1])
     if not path or not isinstance(around, dict) or path[-1] not in around:
         return False
     del around[path[-1]]

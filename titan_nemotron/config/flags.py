@@ -32,6 +32,10 @@ class Flag:
     path: Path
     words: tuple[str, ...]
 
+    def as_words(self) -> list[str]:
+        name = f"--{keys.dotted(self.path)}"
+        return [f"{name}={self.words[0]}"] if len(self.words) == 1 else [name, *self.words]
+
 
 def read(table: type[Table], arguments: Sequence[str], prog: str) -> tuple[list[Flag], list[str]]:
     """The flags of this table in `arguments`, and the words that belong to no key of it.
@@ -39,18 +43,22 @@ def read(table: type[Table], arguments: Sequence[str], prog: str) -> tuple[list[
     `--a.b 1`, `--a.b=1`, `--a-b` for `--a_b`, several words for a list, none for a boolean; the last of two wins.
     `--help` prints every key and exits.
     """
+    if not arguments:
+        return [], []
     wanted = [name for name, field in table.model_fields.items() if POSITIONAL in field.metadata]
     first_flag = next((place for place, word in enumerate(arguments) if word.startswith("-")), len(arguments))
     alone, arguments = list(arguments[:first_flag]), arguments[first_flag:]
-    asked_for_help = "-h" in arguments or "--help" in arguments
+    asked_for_help = asks_for_help(arguments)
     given = [path for word in arguments if word.startswith("--") and (path := _path(table, word))]
     mirror, paths = _mirror(table, given, asked_for_help)
+    if asked_for_help:  # not tyro's `description`, which it does not wrap
+        print(description(table), end="\n\n")
     parsed: Any
     parsed, rest = tyro.cli(
         mirror,
         args=arguments,
         prog=prog,
-        description=description(table),
+        description="",
         return_unknown_args=True,
         use_underscores=True,
     )
@@ -65,6 +73,10 @@ def read(table: type[Table], arguments: Sequence[str], prog: str) -> tuple[list[
         flags.append(Flag(path, words))
     flags += [Flag((name,), (word,)) for name, word in zip(wanted, alone, strict=False)]
     return flags, [*alone[len(wanted) :], *rest]
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    return "-h" in arguments or "--help" in arguments
 
 
 def unknown(words: Sequence[str]) -> tuple[list[Flag], list[str]]:

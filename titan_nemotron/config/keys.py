@@ -2,11 +2,12 @@
 
 import copy
 import difflib
-import json
+import re
 import types
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import tomli_w
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -149,14 +150,18 @@ def bounds_text(metadata: Sequence[Any]) -> str:
 def toml(value: Any) -> str:
     """A value as TOML writes it, on one line."""
     if isinstance(value, BaseModel):
-        value = value.model_dump(exclude_unset=True)
+        value = value.model_dump(exclude_none=True, exclude_unset=True)
     if isinstance(value, bool | str):
-        return json.dumps(value, ensure_ascii=False)
+        return tomli_w.dumps({"key": value}).removeprefix("key = ").rstrip("\n")
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_bare(key)} = {toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml, value)) + "]"
     return str(value)
+
+
+def _bare(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml(key)
 
 
 def default_of(field: FieldInfo) -> Any:

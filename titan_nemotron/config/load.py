@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path as FilePath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import to_json
@@ -56,11 +56,12 @@ def split(
     `--help` prints the keys of both and exits.
     """
     both = type(options.__name__, (options, table), {"__doc__": options.__doc__})
-    flags.read(both, arguments, prog)
-    given, rest = flags.read(options, arguments, prog)
+    given, rest = flags.read(both, arguments, prog)
+    own = [flag for flag in given if flag.path[0] in options.model_fields]
+    rest = [word for flag in given if flag not in own for word in flag.as_words()] + rest
     tree: Tree = {}
     origins: Origins = {}
-    lines = _lay_over(options, tree, origins, given, [])
+    lines = _lay_over(options, tree, origins, own, [])
     value, found = _validate(options, tree, origins)
     if value is None or lines:
         raise UserError("\n".join([*lines, *(line for _, line in found)]))
@@ -90,22 +91,15 @@ def _lay_over(
         if not flag.words and flags.needs_a_word(table, flag.path):
             lines.append(f"{origin}: needs a value")
             continue
-        target: Any = tree
-        for part, following in zip(flag.path, (*flag.path[1:], None), strict=True):
-            empty: Any = [] if isinstance(following, int) else {}
-            if following is None:
-                empty = flags.value_of(keys.lookup(table, flag.path), flag.words)
-            if isinstance(part, int):
-                if part > len(target):
-                    lines.append(f"{origin}: there are {len(target)} items; the next is number {len(target)}")
-                    break
-                if part == len(target):
-                    target.append(empty)
-                elif following is None:
-                    target[part] = empty
-            elif following is None or not isinstance(target.get(part), type(empty)):
-                target[part] = empty
-            target = target[part]
+        beyond = [
+            keys.dotted(flag.path[:place])
+            for place, part in enumerate(flag.path)
+            if isinstance(part, int) and part > len(files.at(tree, flag.path[:place]) or [])
+        ]
+        if beyond:
+            lines.append(f"{origin}: {beyond[0]} has fewer items; give those first")
+            continue
+        files.put(tree, flag.path, flags.value_of(keys.lookup(table, flag.path), flag.words))
         origins[flag.path] = origin
     return lines
 

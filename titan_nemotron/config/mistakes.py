@@ -72,14 +72,17 @@ def _from_validator(table: type[Table], path: Path, error: ErrorDetails, origins
             results.append((path, f"{named(path, error['input'], origins)}: {line}"))
             continue
         start = re.match(r"[\w.-]+", line)
-        named_key: Path = tuple(int(part) if part.isdigit() else part for part in start[0].split(".")) if start else ()
-        if named_key and keys.lookup(table, (*path, *named_key)) is not None:
-            key, text = (*path, *named_key), ".".join([*map(str, path), line])
-        elif named_key[:-1] and keys.lookup(table, named_key) is not None:  # the line names its key from the root
-            key, text = named_key, line
+        own: Path = tuple(int(part) if part.isdigit() else part for part in start[0].split(".")) if start else ()
+        if own and keys.lookup(table, (*path, *own)) is not None:
+            key, text = (*path, *own), ".".join([*map(str, path), line])
+        elif own[:-1] and keys.lookup(table, own) is not None:  # the line names its key from the root
+            key, text = own, line
         else:
             key, text = path, f"{keys.dotted(path)}: {line}" if path else line
-        results.append((key, where(key, origins) + text))
+        # The key may stand at its default; then another one that the line names is the one to change.
+        mentioned = [tuple(word.split(".")) for word in re.findall(r"[\w.-]+", line)]
+        places = [key, *mentioned, *((*path, *name) for name in mentioned)]
+        results.append((key, where(next((place for place in places if place in origins), key), origins) + text))
     return results
 
 
@@ -92,10 +95,12 @@ def unknown_key(table: type[Table], path: Path, value: Any, origins: Origins) ->
         same_table = meant.rpartition(".")[0] == keys.dotted(path[:-1])
         shown = f"--{meant}" if is_flag else meant.rpartition(".")[2] if same_table else _in_file(meant)
         hint = f"did you mean {shown}?"
+    elif is_flag:
+        hint = "see --help"
     else:
         around = keys.lookup(table, path[:-1]) if path[:-1] else table
         inner = keys.inner_table(keys.annotation_of(around))
-        hint = f"known here: {', '.join(inner.model_fields)}" if inner else "see --help"
+        hint = f"known here: {', '.join(inner.model_fields)}" if inner else "remove it"
     if isinstance(value, dict) and not is_flag:
         return f"{where(path, origins)}[{keys.dotted(path)}]: unknown table; {hint}"
     return f"{named(path, value, origins)}: unknown {'flag' if is_flag else 'key'}; {hint}"
