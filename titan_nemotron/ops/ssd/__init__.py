@@ -1,0 +1,66 @@
+"""The Mamba-2 scan (state-space duality), restarted at every document.
+
+Shapes: B rows, L positions, H heads, P channels of a head, G groups of heads, N state size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_nemotron.ops.kernels import chosen
+from titan_nemotron.ops.ssd.chunked import chunked_scan
+from titan_nemotron.ops.ssd.reference import sequential_scan
+
+__all__ = ["ssd_scan", "ssd_step"]
+
+
+def ssd_scan(
+    x_BLHP: Tensor,
+    dt_BLH: Tensor,
+    A_H: Tensor,
+    B_BLGN: Tensor,
+    C_BLGN: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    document_ids_BL: Tensor,
+    *,
+    chunk_size: int = 128,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state_BHPN: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """With d = clamp(softplus(dt + dt_bias)):  S_t = exp(d_t A) S_{t-1} + d_t x_t B_t^T,  y_t = S_t C_t + D x_t.
+
+    A = -exp(A_log) is negative, one number a head; head h reads group h // (H / G) of B and C. S restarts from zero
+    where a document starts; initial_state belongs to the document of position 0. At padding (id -1) y is 0 and S is
+    carried through unchanged, so the final state is the one after the last valid token. chunk_size never changes the
+    result: it is a hint, which the CPU path ignores. Source: Dao and Gu, "Transformers are SSMs", 2024.
+    Returns y [B, L, H, P] in x's dtype and the final state [B, H, P, N] in at least fp32.
+    """
+    arguments = (x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, document_ids_BL, dt_limit, initial_state_BHPN)
+    if x_BLHP.shape[1] == 0 or chosen("ssd", x_BLHP) == "reference":
+        return sequential_scan(*arguments)
+    return chunked_scan(*arguments)
+
+
+def ssd_step(
+    state_BHPN: Tensor,
+    x_BHP: Tensor,
+    dt_BH: Tensor,
+    A_H: Tensor,
+    B_BGN: Tensor,
+    C_BGN: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    *,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> tuple[Tensor, Tensor]:
+    """One token of ssd_scan for decoding: returns y [B, H, P] in x's dtype and the new state [B, H, P, N]."""
+    dtype = torch.promote_types(x_BHP.dtype, torch.float32)
+    num_groups, state_size = B_BGN.shape[1:]
+    x, A, B, C = x_BHP.to(dtype), A_H.to(dtype), B_BGN.to(dtype), C_BGN.to(dtype)
+    d = F.softplus(dt_BH.to(dtype) + dt_bias_H.to(dtype)).clamp(*dt_limit)
+    grouped = (x.shape[0], num_groups, -1, state_size)  # [B, G, heads and channels of a group, N]
+    update = ((d[..., None] * x).reshape(*grouped[:3], 1) * B[:, :, None]).view_as(state_BHPN)
+    state = torch.addcmul(update, torch.exp(d * A)[..., None, None], state_BHPN.to(dtype))
+    y = (state.view(grouped) @ C[..., None]).view_as(x) + D_H.to(dtype)[:, None] * x
+    return y.to(x_BHP.dtype), state
