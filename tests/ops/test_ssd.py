@@ -75,7 +75,8 @@ def test_chunked_equals_the_definition(seed, num_rows, length, groups, repeat, b
         patch.setattr(chunked, "BLOCK", block)
         actual = run(chunked_scan, inputs, ids, torch.float32, limit)
     for name, a, e in zip(("y", "final_state", *NAMES), actual, expected, strict=True):
-        assert relative(a, e) < 1e-5, name
+        # the last three are sums over all positions, which may cancel in any order of summation
+        assert relative(a, e) < (1e-4 if name in ("A", "D", "dt_bias") else 2e-6), name
 
 
 def test_step_continues_the_scan():

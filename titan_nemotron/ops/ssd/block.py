@@ -6,8 +6,7 @@ product with B or C wherever the decay can be moved to x or y.
 
 Shapes: B rows, L positions (whole chunks), H heads, P channels of a head, G groups, R heads of a group, J = R P, N state
 size; c chunks of Q positions; b, g, h: rows, groups and heads of the block; K = c b g.
-Inside a block the layout is [c, b, g, Q, R, P]: chunks first, so that the states before all chunks, and after all, are
-views.
+Inside a block the layout is [c, b, g, Q, R, P]: chunks first, so that the states before, or after, all chunks are views.
 """
 
 from typing import NamedTuple
@@ -58,7 +57,7 @@ class Decays(NamedTuple):
         s64 = sees.double() @ (d_BLH.double() * A_H.double()).unflatten(1, (-1, chunk))
         s = s64.float()
         from_start = s.exp().mul_((segment == before[..., None])[..., None])
-        to_end = (s64[:, :, -1:] - s64).float().exp_().mul_((segment == segment[..., -1:])[..., None])
+        to_end = (s64[:, :, -1:] - s64).float().clamp_max_(0).exp_().mul_((segment == segment[..., -1:])[..., None])
         rest = (s64 - s).float()
         positions = (tensor.flatten(1, 2) for tensor in (s, rest, from_start, to_end))
         return cls(d_BLH, *positions, from_start[:, :, -1], sees.float())
@@ -133,7 +132,7 @@ class Block:
         """dy [c, b, g, Q, R, P], 0 at padding."""
         dY = dy.float().contiguous()
         dY_from_start = self.scaled(dY, self.from_start)
-        dX, ending = torch.empty_like(dY), dY.new_empty(self.shape[:5])
+        dX, ending = torch.empty_like(dY), dY.new_empty(self.shape[:5], dtype=torch.float64)
         scores = self.masked(torch.bmm(self.C, self.B.mT))
         below = scores.tril(-1)  # the diagonal does not depend on the decay
         dscores = torch.zeros_like(scores)
@@ -144,7 +143,8 @@ class Block:
             dweights = torch.bmm(dY_head, X_head.mT).mul_(decay)
             dscores.add_(dweights)
             dweights.mul_(below)
-            ending[..., head] = (dweights.sum(2) - dweights.sum(1)).view(self.shape[:4])
+            exact = dweights.double()  # what ends and what starts cancels in the sum over paths
+            ending[..., head] = (exact.sum(2) - exact.sum(1)).view(self.shape[:4])
         self.masked(dscores)
         states = self.chain(self.matrices(self.X_to_end), self.B, initial_state_bhPN, reverse=False)
         dstates = self.chain(self.matrices(dY_from_start), self.C, dfinal_state_bhPN, reverse=True)

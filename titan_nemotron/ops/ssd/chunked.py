@@ -130,7 +130,7 @@ def _scan_backward(
     d = _time_step(dt, dt_bias, document_ids, low, high)
     decays = Decays.build(d, A.float(), segments(document_ids), chunk)
     dx, dB, dC = (tensor.new_empty(tensor.shape) for tensor in (x, B, C))
-    dd, ending, leaving = (torch.empty_like(d) for _ in range(3))
+    dd, leaving, ending = torch.empty_like(d), torch.empty_like(d), torch.empty_like(d, dtype=torch.float64)
     passing = torch.empty_like(decays.through_BcH)
     dD, dinitial = torch.zeros_like(D, dtype=torch.float32), torch.empty_like(dfinal_state)
     for cut in _cuts(x, B, chunk):
@@ -146,7 +146,7 @@ def _scan_backward(
         dD[cut.heads] += grads.dD
     ending, leaving = (tensor.unflatten(1, (-1, chunk)) for tensor in (ending, leaving))
     sees = decays.sees_BcQQ
-    da = (sees.mT @ ending + sees.tril(-1) @ leaving + passing[:, :, None]).flatten(1, 2)
+    da = ((sees.mT.double() @ ending).float() + sees.tril(-1) @ leaving + passing[:, :, None]).flatten(1, 2)
     raw = dt.float() + dt_bias.float()
     unclamped = F.softplus(raw)
     inside = valid[..., None] & (unclamped >= low) & (unclamped <= high)
