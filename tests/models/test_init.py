@@ -135,7 +135,7 @@ def test_rules_have_the_stated_distributions() -> None:
     assert float(values.std()) == pytest.approx(0.02, rel=0.01)
 
     decay = whole(log_uniform_decay(), 50_000).exp()
-    assert 1 <= float(decay.min())
+    assert float(decay.min()) >= 1
     assert float(decay.max()) <= 16 * (1 + 1e-6)
     assert_mean(decay, 8.5, 15 / 12**0.5)
 
