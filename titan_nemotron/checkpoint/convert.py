@@ -8,7 +8,7 @@ holds them itself; a training run that started from a hub directory holds them i
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from titan_nemotron.checkpoint.hub_files import (
     HubFiles,
@@ -42,7 +43,6 @@ from titan_nemotron.config import Table
 from titan_nemotron.errors import UserError
 from titan_nemotron.models.family import Family, Slot, family_of_hub
 from titan_nemotron.models.layers.basic import fp32_names
-from titan_nemotron.models.layers.init import tensors_by_name
 
 RECORD = "hub.json"
 BYTES_PER_FILE = 5 * 10**9
@@ -60,35 +60,46 @@ class Source(NamedTuple):
     folders: list[Path]
 
 
-def keep_source(files: HubFiles, folder: Path) -> None:
-    """Write hub.json and copy the small files of a hub directory into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = {name: dtype_name(entry.dtype) for name, entry in files.entries.items()}
-    most = _commonest(names.values())
-    others = {name: dtype for name, dtype in names.items() if dtype != most}
-    record = {"config": files.config, "dtype": most, "other_dtypes": others}
-    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    copy_side_files(files.path, folder)
+def keep_source(path: Path, folder: Path) -> None:
+    """Keep in a folder what is known of the source of a model in a Hugging Face directory or one of our checkpoints."""
+    if is_hub_directory(path):
+        files = HubFiles(path)
+        names = {name: dtype_name(entry.dtype) for name, entry in files.entries.items()}
+        most = Counter(names.values()).most_common(1)[0][0]
+        others = {name: dtype for name, dtype in names.items() if dtype != most}
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {"config": files.config, "dtype": most, "other_dtypes": others}
+        (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        copy_side_files(path, folder)
+        return
+    for place in beside(checkpoint_directory(path)):
+        if (place / RECORD).is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(place / RECORD, folder / RECORD)
+            copy_side_files(place, folder)
 
 
-def find_source(converted: Path | None, run: Path | None, slots: Mapping[str, Slot]) -> Source:
-    """What keep_source left in a converted checkpoint, or in the folder hub/ of a run; the run's tokenizer as well."""
-    folders = [] if run is None else [run / "tokenizer", run / "hub"]
-    folders = [folder for folder in (*folders, converted) if folder is not None and folder.is_dir()]
+def beside(checkpoint: Path) -> list[Path]:
+    """Folders that may hold what belongs beside the weights: the checkpoint, if converted, or two of the run's."""
+    if (checkpoint / RECORD).is_file():
+        return [checkpoint]
+    run = checkpoint.absolute().parent.parent
+    return [run / "hub", run / "tokenizer"]
+
+
+def find_source(folders: Sequence[Path], slots: Mapping[str, Slot]) -> Source:
+    """What keep_source left in the folders; the small files of a later one win."""
+    folders = [folder for folder in folders if folder.is_dir()]
     for folder in folders:
         if (folder / RECORD).is_file():
             record = read_json(folder / RECORD)
             dtypes = {name: getattr(torch, record["other_dtypes"].get(name, record["dtype"])) for name in slots}
             return Source(record["config"], dtypes, folders)
-    return Source(None, {}, [folder for folder in folders if folder != converted])
+    return Source(None, {}, folders)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _commonest(values: Iterable[str]) -> str:
-    return Counter(values).most_common(1)[0][0]
 
 
 def convert(
@@ -170,7 +181,7 @@ def hub_to_checkpoint(source: Path, destination: Path, progress: Progress) -> No
     state = {PREFIX + name: tensor for name, tensor in empty.items()}
     with quiet():
         dcp.save(state, storage_writer=writer, planner=_Streaming(read), no_dist=True)
-    keep_source(files, partial)
+    keep_source(source, partial)
     (partial / "config.toml").write_text(tomli_w.dumps({"model": model_table(family, config)}), encoding="utf-8")
     (partial / "state.json").write_text(json.dumps({"step": 0}) + "\n", encoding="utf-8")
     partial.rename(destination)
@@ -209,23 +220,29 @@ def checkpoint_to_hub(
             progress(done, sum(sizes.values()))
             yield name, tensor
 
-    run = path.absolute().parent.parent if path.absolute().parent.name == "checkpoints" else None
-    source = find_source(path, run, slots)
+    source = find_source(beside(path), slots)
     _write(family, config, model, parameters(), source, destination, dtype, max_shard_bytes)
 
 
 def export(
-    model: nn.Module, family: Family, config: Any, run: Path, destination: Path, dtype: torch.dtype | None = None
+    model: nn.Module,
+    family: Family,
+    config: Any,
+    run: Path,
+    destination: Path,
+    dtype: torch.dtype | None = None,
+    config_keys: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a trained model, sharded or not, as a Hugging Face directory; all ranks call it, rank 0 writes.
 
     run: the folder of the run, whose hub/ and tokenizer/ say what goes in beside the weights. dtype as in `convert`.
+    config_keys: of a config.json that comes from no source, such as token ids.
     """
-    tensors = ((name, getattr(module, own).detach()) for name, (module, own) in tensors_by_name(model).items())
+    tensors = ((name, tensor) for name, tensor in get_model_state_dict(model).items() if isinstance(tensor, Tensor))
     try:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            source = find_source(None, run, family.hub.tensors(config))
-            _write(family, config, model, tensors, source, destination, dtype, BYTES_PER_FILE)
+            source = find_source([run / "hub", run / "tokenizer"], family.hub.tensors(config))
+            _write(family, config, model, tensors, source, destination, dtype, BYTES_PER_FILE, config_keys)
     finally:
         for _ in hub_tensors(tensors, {}, {}):  # all ranks gather together to the end, also when writing failed
             pass
@@ -240,11 +257,14 @@ def _write(
     destination: Path,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
+    config_keys: Mapping[str, Any] | None = None,
 ) -> None:
     slots, dtypes = family.hub.tensors(config), source.dtypes
     if dtype is not None:
         wide, fp32 = torch.promote_types(dtype, torch.float32), fp32_names(model)
         dtypes = {name: wide if slot.parameter in fp32 else dtype for name, slot in slots.items()}
     hub_config = family.hub.config_to_hub(config, dtype and dtype_name(dtype), source.config)
+    if source.config is None:
+        hub_config |= config_keys or {}
     tensors = hub_tensors(parameters, slots, dtypes)
     write_hub_directory(destination, tensors, hub_config, side_files=source.folders, max_shard_bytes=max_shard_bytes)

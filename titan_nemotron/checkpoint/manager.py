@@ -160,7 +160,7 @@ class CheckpointManager:
         }
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         random = {name: value for name, value in self._random_state().items() if f"random.{name}" in stored}
-        compare(path, tensors, stored)
+        _compare(path, tensors, stored)
         if random:
             tensors["random"] = random
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), process_group=self.group)
@@ -250,15 +250,7 @@ def is_checkpoint(path: Path) -> bool:
     return (path / ".metadata").is_file() and (path / "state.json").is_file()
 
 
-def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """The model of a checkpoint into a model, sharded or not, in place. Raises UserError for tensors that do not fit."""
-    tensors = {"model": get_model_state_dict(model)}
-    reader = dcp.FileSystemReader(path)
-    compare(path, tensors, reader.read_metadata().state_dict_metadata)
-    dcp.load(tensors, storage_reader=reader, process_group=group)
-
-
-def compare(path: Path, tensors: dict[str, dict[str, Any]], stored: dict[str, Any]) -> None:
+def _compare(path: Path, tensors: dict[str, dict[str, Any]], stored: dict[str, Any]) -> None:
     wanted = {f"{part}.{name}": value for part, values in tensors.items() for name, value in values.items()}
     kept = {name for name in stored if name.split(".", 1)[0] in tensors}
     lines = [f"lacks {name}" for name in sorted(wanted.keys() - kept)]

@@ -2,15 +2,13 @@
 
 import json
 import shutil
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from titan_nemotron.checkpoint.hub_files import write_hub_directory
-from titan_nemotron.checkpoint.load import hub_tensors
+from titan_nemotron.checkpoint.convert import export
 from titan_nemotron.generation.decode import generate
 from titan_nemotron.generation.sampling import Sampling
 from titan_nemotron.train.metrics import Metrics, short
@@ -25,7 +23,7 @@ def finish(run: Run, metrics: Metrics | None, progress: Progress) -> None:
         metrics.close()
     run.loader.close()
     if run.job.checkpoint.export:
-        export(run)
+        export_model(run)
     completion = sampled_completion(run) if run.job.metrics.completion_tokens else None
     run.checkpoints.close()
     if metrics is not None:
@@ -33,21 +31,14 @@ def finish(run: Run, metrics: Metrics | None, progress: Progress) -> None:
             print(line, flush=True)
 
 
-def export(run: Run) -> None:
+def export_model(run: Run) -> None:
     """Write hf/; rank 0 writes while all ranks gather one tensor after the other."""
     run.ranks.watchdog.phase("export")
-    config = run.job.model.resolved()
-    tensors = hub_tensors(run.model, run.family.hub.tensors(config), {})
-    if run.ranks.rank == 0:
-        directory = run.directory / "hf"
-        if directory.exists():
-            shutil.rmtree(directory)
-        dtype = next(run.model.parameters()).dtype
-        write_hub_directory(
-            directory, tensors, run.family.hub.config_to_hub(config, dtype), side_files=run.directory / "tokenizer"
-        )
-    else:
-        deque(tensors, maxlen=0)
+    directory = run.directory / "hf"
+    if run.ranks.rank == 0 and directory.exists():
+        shutil.rmtree(directory)
+    tokens = {"eos_token_id": run.tokenizer.eos_id, "bos_token_id": run.tokenizer.bos_id, "pad_token_id": None}
+    export(run.model, run.family, run.job.model.resolved(), run.directory, directory, config_keys=tokens)
 
 
 def sampled_completion(run: Run) -> str:

@@ -11,9 +11,10 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from titan_nemotron.checkpoint.hub_files import HubFiles
-from titan_nemotron.checkpoint.load import load_hub
-from titan_nemotron.checkpoint.manager import CheckpointManager, is_checkpoint, load_weights
+from titan_nemotron.checkpoint.convert import keep_source
+from titan_nemotron.checkpoint.hub_files import is_hub_directory
+from titan_nemotron.checkpoint.load import load_weights
+from titan_nemotron.checkpoint.manager import CheckpointManager
 from titan_nemotron.config import to_toml
 from titan_nemotron.data.loader import Loader, build_loader, merge_states
 from titan_nemotron.data.tokenizer import Tokenizer, build_tokenizer
@@ -177,7 +178,7 @@ def build(job: Job, ranks: Ranks) -> Run:
     )
     torch.manual_seed(job.job.seed + ranks.rank)
     if loads:
-        load_initial(job, family, model, ranks)
+        load_initial(job, family, model, ranks, directory)
     if ranks.rank == 0:
         (directory / "config.toml").write_text(to_toml(job))
         tokenizer.save(directory / "tokenizer")
@@ -223,16 +224,27 @@ def open_loader(job: Job, tokenizer: Tokenizer, ranks: Ranks, split: str) -> Loa
     )
 
 
-def load_initial(job: Job, family: Family, model: nn.Module, ranks: Ranks) -> None:
-    """Weights of a new run, from a Hugging Face directory or a checkpoint of another run."""
+def load_initial(job: Job, family: Family, model: nn.Module, ranks: Ranks, directory: Path) -> None:
+    """Weights of a new run, from a Hugging Face directory or a checkpoint; what an export needs of it goes to hub/."""
     path = Path(job.checkpoint.load or "")
-    if is_checkpoint(path):
-        load_weights(path, model, ranks.group)
-        return
-    slots = family.hub.tensors(job.model.resolved())
-    files = ranks.together(lambda: HubFiles(path))
-    missing = job.checkpoint.init_missing
-    ranks.together(lambda: load_hub(model, files, slots, seed=job.job.seed, init_missing=missing))
+
+    def load() -> None:
+        load_weights(
+            model,
+            family,
+            job.model.resolved(),
+            path,
+            seed=job.job.seed,
+            init_missing=job.checkpoint.init_missing,
+            group=ranks.group,
+        )
+
+    if is_hub_directory(path):
+        ranks.together(load)
+    else:
+        load()
+    if ranks.rank == 0:
+        keep_source(path, directory / "hub")
 
 
 def check_vocabulary(job: Job, tokenizer: Tokenizer) -> None:
