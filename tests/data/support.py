@@ -60,17 +60,23 @@ def read(reader: RowReader) -> Rows:
 
 
 def stream_tokens(
-    documents: list[str], stream: int, streams: int, seed: int, count: int
+    documents: list[list[int]], stream: int, streams: int, seed: int, count: int
 ) -> tuple[list[int], list[int]]:
-    """The first `count` tokens of a stream and the number of the document each is in, straight from the definition."""
+    """The first `count` tokens of a stream and the number of the document each is in, straight from the definition.
+
+    documents: the token ids of each. With fewer documents than streams, a stream leaves out the head of its first one.
+    """
     tokens: list[int] = []
     numbers: list[int] = []
     number = stream
+    copies = -(-streams // len(documents))
+    skip = (stream // len(documents)) / copies if copies > 1 else 0
     while len(tokens) < count:
         epoch, index = divmod(number, len(documents))
-        text = documents[permuted(index, len(documents), mix(mix(seed) + epoch))]
-        ids = tokenizer().encode([text])[0] + [tokenizer().eos_id] if text else []
-        tokens += ids
-        numbers += [number] * len(ids)
+        ids = documents[permuted(index, len(documents), mix(mix(seed) + epoch))]
+        if ids:
+            ids, skip = ids[int(skip * len(ids)) :], 0
+            tokens += [*ids, tokenizer().eos_id]
+            numbers += [number] * (len(ids) + 1)
         number += streams
     return tokens, numbers

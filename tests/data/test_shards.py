@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.support import config, reader, texts, tokenizer, write_jsonl
+from tests.data.support import config, read, reader, texts, tokenizer, write_jsonl
 from titan_nemotron.data.shards import TokenShards, write_shards
 from titan_nemotron.data.sources import open_source
 from titan_nemotron.data.tokenizer import Tokenizer, train_tokenizer
@@ -37,6 +37,16 @@ def test_rows_equal_those_of_live_tokenisation(split: str, tmp_path: Path) -> No
         assert np.array_equal(one.document_ids, other.document_ids)
         assert one.target_bytes == other.target_bytes
         assert one.states == other.states
+
+
+def test_long_files_are_tokenised_in_the_same_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_nemotron.data.files.PIECE", 64)
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("\n".join(texts(number * 5)))
+    settings = config(tmp_path / "*.txt", "text")
+    write_shards([open_source(settings.source[0])], tokenizer(), tmp_path / "shards")
+    live, stored = reader(settings), reader(config(tmp_path / "shards", "shards"))
+    assert all(np.array_equal(read(live).tokens, read(stored).tokens) for _ in range(60))
 
 
 def test_the_directory_is_its_own_tokenizer(tmp_path: Path) -> None:

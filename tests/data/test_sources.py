@@ -8,7 +8,9 @@ import pytest
 
 from tests.data.support import WORDS, config, read, reader, texts, tokenizer, write_jsonl, write_parquet
 from titan_nemotron.data.config import DataConfig, SourceConfig
-from titan_nemotron.data.sources import IndexedSource, in_order, open_source
+from titan_nemotron.data.files import PIECE
+from titan_nemotron.data.records import IndexedSource, in_order
+from titan_nemotron.data.sources import open_source
 from titan_nemotron.errors import UserError
 
 
@@ -130,6 +132,9 @@ def test_undecodable_files(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("fine")
     opened = source("text", tmp_path / "*.txt")
     assert [record.problem for record in in_order(opened)] == ["not UTF-8 at byte 2", None]
+    long = b"x" * (PIECE - 1) + "é".encode() * 5 + b"x" * PIECE + b"\xff"
+    (tmp_path / "a.txt").write_bytes(long)
+    assert [record.problem for record in in_order(opened)] == [f"not UTF-8 at byte {len(long) - 1}", None]
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from tests.data.support import config, read, reader, stream_tokens, texts, tokenizer, write_jsonl, write_parquet
 from titan_nemotron.data.loader import build_loader, merge_states
+from titan_nemotron.data.records import IndexedSource, pieces
+from titan_nemotron.data.sources import open_source
 from titan_nemotron.errors import UserError
 from titan_nemotron.layout import IGNORED, Batch
 
@@ -32,7 +34,9 @@ def test_rows_and_targets_are_those_of_the_uncut_streams(
         rows = [read(rows_reader) for _ in range(rounds * streams)]
     for stream in range(streams):
         count = rounds * length
-        tokens, numbers = stream_tokens(documents, stream, streams, seed, count + length + depths + 2)
+        tokens, numbers = stream_tokens(
+            tokenizer().encode(documents), stream, streams, seed, count + length + depths + 2
+        )
         for start, row in zip(range(0, count, length), rows[stream::streams], strict=True):
             assert row.tokens[0, :length].tolist() == tokens[start : start + length]
             assert np.array_equal(
@@ -56,6 +60,44 @@ def test_rows_and_targets_are_those_of_the_uncut_streams(
 
 def same_document(tokens: list[int], numbers: list[int], position: int, ahead: int, fill: int) -> int:
     return tokens[position + ahead] if numbers[position] == numbers[position + ahead] else fill
+
+
+@given(st.text("ab é\n😀", min_size=200, max_size=600), st.integers(1, 3), st.integers(0, 4))
+@settings(max_examples=40, deadline=None)
+def test_long_files_are_read_piece_by_piece(text: str, streams: int, depths: int) -> None:
+    """Pieces of 64 bytes: the same text, rows and targets across them, and a resume in any of them."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titan_nemotron.data.files.PIECE", 64)
+        for number in range(3):
+            Path(folder, f"{number}.txt").write_text(text[number:], newline="")
+        corpus = config(Path(folder, "*.txt"), "text", streams=streams)
+        source = open_source(corpus.source[0])
+        assert isinstance(source, IndexedSource)
+        documents = []
+        for number in range(3):
+            found = [piece.text or "" for piece in pieces(source, number)]
+            assert "".join(found) == text[number:]
+            assert len(found) > 3
+            documents.append([token for ids in tokenizer().encode(found) for token in ids])
+        rows_reader, length = reader(corpus, length=24, mtp_depths=depths), 24
+        states: dict[str, Any] = {}
+        for row in range(25):
+            found_row = read(rows_reader)
+            resumed = read(reader(corpus, {"streams": states}, length=24, mtp_depths=depths))
+            assert np.array_equal(found_row.tokens, resumed.tokens)
+            assert np.array_equal(found_row.document_ids, resumed.document_ids)
+            tokens, numbers = stream_tokens(documents, row % streams, streams, 0, (row + 2) * length)
+            start = row // streams * length
+            assert found_row.tokens[0, :length].tolist() == tokens[start : start + length]
+            last = start + length - 1
+            same = [
+                token
+                for token, number in zip(tokens[last + 1 :], numbers[last + 1 :], strict=True)
+                if number == numbers[last]
+            ]
+            ahead = found_row.tokens[0, length:][found_row.document_ids[0, length:] >= 0]
+            assert ahead.tolist() == same[: depths + 1]
+            states.update(json.loads(json.dumps(found_row.states)))
 
 
 @given(st.integers(1, 30), st.integers(0, 5))

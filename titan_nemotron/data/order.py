@@ -9,7 +9,8 @@ import numpy as np
 
 from titan_nemotron.data.config import DataConfig
 from titan_nemotron.data.hashing import held_out, mix, permuted
-from titan_nemotron.data.sources import IndexedSource, Record, StreamedSource, in_order, open_source
+from titan_nemotron.data.records import IndexedSource, Record, StreamedSource, in_order
+from titan_nemotron.data.sources import open_source
 from titan_nemotron.errors import UserError
 
 MAX_NAMED = 20  # bad records named one by one; the others are only counted
@@ -53,8 +54,11 @@ class Order(Protocol):
     bad: BadRecords
     num_documents: int | None  # of one epoch; None when only reading to the end would tell
 
-    def document(self, number: int) -> tuple[Record | None, Any]:
-        """Document `number`, None when it is held out, bad or empty, and its mark. For one stream, numbers only grow."""
+    def document(self, number: int, piece: int = 0) -> tuple[Record | None, Any]:
+        """A piece of document `number`, None when it is held out, bad or empty, and its mark.
+
+        For one stream, numbers only grow.
+        """
 
     def mark(self, number: int) -> Any:
         """JSON-able help to find document `number`, not asked for yet, after a resume; None when the number is enough."""
@@ -82,19 +86,19 @@ class PermutedOrder:
         self._size = size
         self.num_documents: int | None = size
 
-    def document(self, number: int) -> tuple[Record | None, None]:
+    def document(self, number: int, piece: int = 0) -> tuple[Record | None, None]:
         epoch, index = divmod(number, max(1, self._size))
         if self._size == 0 or (epoch > 0 and not self.endless):
             raise NoMoreDocuments
         place = permuted(index, self._size, mix(mix(self.seed) + epoch))
-        return self._read(int(self._places[place]) if self._places is not None else place), None
+        return self._read(int(self._places[place]) if self._places is not None else place, piece), None
 
-    def _read(self, place: int) -> Record | None:
+    def _read(self, place: int, piece: int = 0) -> Record | None:
         which = int(np.searchsorted(self.first, place, side="right")) - 1
         source, index = self.sources[which], place - int(self.first[which])
         if not self.selection.takes(source.keys(index, index + 1))[0]:
             return None
-        record = source.record(index)
+        record = source.record(index, piece)
         if record.problem is not None:
             self.bad.add(source.name(index), record.problem)
             return None
@@ -143,7 +147,7 @@ class StreamedOrder:
         self._next = mark["number"] if mark else 0
         self._ended = False
 
-    def document(self, number: int) -> tuple[Record | None, Any]:
+    def document(self, number: int, piece: int = 0) -> tuple[Record | None, Any]:
         while number not in self._waiting:
             self._read_block()
         return self._waiting.pop(number)
@@ -211,7 +215,7 @@ class StreamedOrder:
 
 
 def _has_text(record: Record) -> bool:
-    return bool(record.text) if record.tokens is None else len(record.tokens) > 0
+    return record.pieces > 1 or bool(record.text if record.tokens is None else len(record.tokens))
 
 
 def nothing_to_read(selection: Selection, num_records: int, bad: BadRecords) -> UserError:
@@ -225,7 +229,7 @@ def nothing_to_read(selection: Selection, num_records: int, bad: BadRecords) -> 
     if selection.split == "validation" and selection.fraction:
         return UserError(
             f"[data] validation_fraction = {selection.fraction}: holds out none of {num_records} documents; "
-            "raise it or name a [[data.validation_source]]"
+            "raise it, name a [[data.validation_source]], or set it to 0 to train without"
         )
     return UserError(
         f"{which}: none of {num_records} documents has any text to {'train on' if selection.split == 'train' else 'validate on'}"

@@ -12,13 +12,13 @@ A record that was bad keeps its place as a document of no tokens, so that number
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from titan_nemotron.data.sources import Record, in_order
+from titan_nemotron.data.records import IndexedSource, Record, StreamedSource, pieces
 from titan_nemotron.data.tokenizer import Tokenizer
 from titan_nemotron.errors import UserError
 
@@ -55,8 +55,7 @@ class ShardWriter:
         np.array(self._keys, dtype="<u8").tofile(self.partial / f"{name}.keys")
         self.shards.append({"name": name, "documents": len(self._keys), "tokens": self._offsets[-1]})
 
-    def add(self, tokens: Iterable[int], key: int) -> None:
-        array = np.asarray(tokens, dtype=self.dtype)
+    def add(self, array: np.ndarray, key: int) -> None:
         if self._keys and self._offsets[-1] + len(array) > self.tokens_per_shard:
             self._end_shard()
             self._start_shard()
@@ -133,15 +132,15 @@ class TokenShards:
     def name(self, index: int) -> str:
         return f"{self.directory}:{index}"
 
-    def record(self, index: int) -> Record:
+    def record(self, index: int, piece: int = 0) -> Record:
         number = int(np.searchsorted(self.first, index, side="right")) - 1
         place = index - int(self.first[number])
         start, stop = self._offsets[number][place : place + 2]
-        return Record(tokens=self._tokens[number][start:stop].astype(np.int32))
+        return Record(tokens=self._tokens[number][start:stop])
 
 
 def write_shards(
-    sources: list[Any],
+    sources: list[IndexedSource | StreamedSource],
     tokenizer: Tokenizer,
     directory: Path,
     *,
@@ -155,23 +154,27 @@ def write_shards(
     writer = ShardWriter(directory, tokenizer, tokens_per_shard)
     problems: list[str] = []
     try:
-        batch: list[tuple[Record, int]] = []
+        batch: list[tuple[list[Record], int]] = []
 
         def flush() -> None:
-            encoded = tokenizer.encode([record.text or "" for record, _ in batch])
-            for (record, key), tokens in zip(batch, encoded, strict=True):
-                writer.add(tokens if record.tokens is None else record.tokens, key)
+            encoded = iter(tokenizer.encode([part.text or "" for parts, _ in batch for part in parts]))
+            for parts, key in batch:
+                tokens = [next(encoded) if part.tokens is None else part.tokens for part in parts]
+                writer.add(np.concatenate([np.asarray(part, dtype=writer.dtype) for part in tokens]), key)
             batch.clear()
             if progress is not None:
                 progress(writer.num_documents, writer.num_tokens)
 
+        size = 0
         for source in sources:
-            for index, record in enumerate(in_order(source)):
-                if record.problem is not None:
-                    problems.append(f"{source.name(index)}: {record.problem}")
-                batch.append((record, int(source.keys(index, index + 1)[0])))
-                if len(batch) == 512:
+            for index, parts in enumerate(_documents(source)):
+                if parts[0].problem is not None:
+                    problems.append(f"{source.name(index)}: {parts[0].problem}")
+                batch.append((parts, int(source.keys(index, index + 1)[0])))
+                size += sum(len(part.text or "") for part in parts)
+                if len(batch) == 512 or size > 1 << 24:
                     flush()
+                    size = 0
         flush()
         if writer.num_tokens == 0:
             raise UserError(f"the sources have no text{': ' + problems[0] if problems else ''}")
@@ -180,3 +183,10 @@ def write_shards(
         writer.abandon()
         raise
     return problems
+
+
+def _documents(source: IndexedSource | StreamedSource) -> Iterator[list[Record]]:
+    """Each document as its pieces, which are tokenised apart as they are when training reads them."""
+    if isinstance(source, IndexedSource):
+        return (list(pieces(source, index)) for index in range(source.num_records))
+    return ([record] for record in source.records(0))

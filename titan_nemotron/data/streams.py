@@ -13,7 +13,8 @@ import numpy as np
 
 from titan_nemotron.data.config import DataConfig
 from titan_nemotron.data.order import NoMoreDocuments, Order, PermutedOrder, Selection, StreamedOrder
-from titan_nemotron.data.sources import IndexedSource, Record, StreamedSource, open_source
+from titan_nemotron.data.records import IndexedSource, Record, StreamedSource
+from titan_nemotron.data.sources import open_source
 from titan_nemotron.data.tokenizer import Tokenizer
 from titan_nemotron.errors import UserError
 
@@ -37,88 +38,124 @@ class Rows:
 
 
 class Stream:
-    """One virtual stream: where it is, and its next row."""
+    """One virtual stream: where it is, and its next row.
 
-    def __init__(self, number: int, stride: int, state: dict[str, Any]) -> None:
-        """state: rows given, document being read, its tokens already used, and a mark to find it (StreamedOrder)."""
+    A document is read as parts: its pieces, then the end-of-document token. The position is (document, part, offset).
+    """
+
+    def __init__(self, number: int, stride: int, state: dict[str, Any], skip: float = 0.0) -> None:
+        """state: of an earlier `state()`, or empty; skip: the fraction of its first document a new stream leaves out."""
         self.number, self.stride = number, stride
         self.rows: int = state.get("rows", 0)
         self.document: int = state.get("document", number)
+        self.part: int = state.get("part", 0)
         self.offset: int = state.get("offset", 0)
         self.mark: Any = state.get("mark")
-        self._open: tuple[np.ndarray, np.ndarray] | None = None  # tokens and bytes of the document being read
+        self._skip = 0.0 if state else skip
+        self._pieces: int | None = None  # of the open document
+        self._parts: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}  # those in use
 
     def state(self, order: Order) -> dict[str, Any]:
-        mark = self.mark if self._open is not None else order.mark(self.document)
-        state = {"rows": self.rows, "document": self.document, "offset": self.offset}
+        """JSON-able: rows given, position, and what helps the order to find the document."""
+        mark = self.mark if self._pieces is not None else order.mark(self.document)
+        state = {"rows": self.rows, "document": self.document, "part": self.part, "offset": self.offset}
         return state if mark is None else {**state, "mark": mark}
 
     def row(self, order: Order, encode: "Encoder", length: int, look_ahead: int) -> Row | None:
         """Tokens, document ids and bytes of the next row, int32 [L+A] each; None when no document is left."""
         row = encode.empty_row(length + look_ahead)
         filled = index = 0
-        while filled < length and self._next_document(order, encode):
-            count = self._copy(row, filled, length, index)
-            filled, index, self.offset = filled + count, index + 1, self.offset + count
-            if self._open is not None and self.offset == len(self._open[0]):
-                self._open, self.document, self.offset = None, self.document + self.stride, 0
+        while filled < length and self._ready(order, encode):
+            tokens, _ = part = self._load(self.part, order, encode)
+            count = encode.copy(part, self.offset, row, filled, length, index)
+            filled, self.offset = filled + count, self.offset + count
+            if self.offset == len(tokens):
+                del self._parts[self.part]
+                self.part, self.offset = self.part + 1, 0
+                if self._pieces is not None and self.part > self._pieces:
+                    self._pieces, self.part, self.document = None, 0, self.document + self.stride
+                    index += 1
         if filled == 0:
             return None
-        if self._open is not None:
-            self._copy(row, length, length + look_ahead, index - 1)
+        if self._pieces is not None:  # the row's last document goes on
+            offset = self.offset
+            for number in range(self.part, self._pieces + 1):
+                filled += encode.copy(self._load(number, order, encode), offset, row, filled, len(row[0]), index)
+                offset = 0
+                if filled == len(row[0]):
+                    break
         self.rows += 1
         return row
 
-    def _copy(self, row: Row, start: int, stop: int, index: int) -> int:
-        """Fill start..stop from the open document as far as it goes; returns how many tokens that were."""
-        assert self._open is not None
-        tokens, ids, sizes = row
-        count = min(stop - start, len(self._open[0]) - self.offset)
-        tokens[start : start + count] = self._open[0][self.offset : self.offset + count]
-        sizes[start : start + count] = self._open[1][self.offset : self.offset + count]
-        ids[start : start + count] = index
-        return count
-
-    def _next_document(self, order: Order, encode: "Encoder") -> bool:
+    def _ready(self, order: Order, encode: "Encoder") -> bool:
         """Open a document if none is open; False when there is none."""
-        while self._open is None:
+        while self._pieces is None:
             try:
-                record, self.mark = order.document(self.document)
+                record, self.mark = order.document(self.document, self.part)
             except NoMoreDocuments:
                 return False
             if record is None:
-                self.document, self.offset = self.document + self.stride, 0
+                self.document, self.part, self.offset = self.document + self.stride, 0, 0
                 continue
-            self._open = encode(record)
-            if self.offset >= len(self._open[0]):
+            self._pieces = record.pieces
+            if self._skip and record.pieces > 1:
+                self.part = int(self._skip * record.pieces)
+            else:
+                tokens, _ = self._parts[min(self.part, record.pieces - 1)] = encode(record)
+                self.offset = self.offset or int(self._skip * len(tokens))
+            self._skip = 0.0
+            if self.part > record.pieces or self.offset > len(self._load(self.part, order, encode)[0]):
                 raise UserError(f"[data]: document {self.document} is shorter than at the checkpoint; restore the data")
         return True
 
+    def _load(self, number: int, order: Order, encode: "Encoder") -> tuple[np.ndarray, np.ndarray | None]:
+        if number not in self._parts:
+            if number == self._pieces:
+                self._parts[number] = encode.end
+            else:
+                record, _ = order.document(self.document, number)
+                if record is None:
+                    raise UserError(f"[data]: document {self.document} has changed while it was read; restore the data")
+                self._parts[number] = encode(record)
+        return self._parts[number]
+
 
 class Encoder:
-    """Tokens of a document with the end-of-document token, and the bytes each stands for."""
+    """Tokens of a piece of a document, and the bytes each stands for."""
 
     def __init__(self, tokenizer: Tokenizer, exact_bytes: bool) -> None:
         """exact_bytes: count them also for a tokenizer that is not byte-level, at the price of slower encoding."""
         self.tokenizer, self.eos_id = tokenizer, tokenizer.eos_id
+        self.end = np.array([tokenizer.eos_id], dtype=np.int32), np.zeros(1, dtype=np.int32)
         self.table = tokenizer.token_bytes
-        self.exact = exact_bytes or self.table is not None
-        self.knows_bytes = self.exact
+        self.exact = exact_bytes
+        self.knows_bytes = exact_bytes or self.table is not None
 
     def empty_row(self, total: int) -> Row:
         return np.full(total, self.eos_id, np.int32), np.full(total, NO_DOCUMENT, np.int32), np.zeros(total, np.int32)
 
-    def __call__(self, record: Record) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, record: Record) -> tuple[np.ndarray, np.ndarray | None]:
+        """Token ids and their bytes; None for bytes that are those of the table, or not known."""
         if record.tokens is not None:
-            ids = record.tokens
             self.knows_bytes = self.table is not None
-            sizes = np.zeros(len(ids), dtype=np.int32) if self.table is None else self.table[ids]
-        elif self.exact:
-            ids, sizes = self.tokenizer.encode_with_bytes(record.text or "")
-        else:
-            ids = np.array(self.tokenizer.encode([record.text or ""])[0], dtype=np.int32)
-            sizes = np.zeros(len(ids), dtype=np.int32)
-        return np.append(ids, np.int32(self.eos_id)), np.append(sizes, np.int32(0))
+            return record.tokens, None
+        if self.exact and self.table is None:
+            return self.tokenizer.encode_with_bytes(record.text or "")
+        return np.array(self.tokenizer.encode([record.text or ""])[0], dtype=np.int32), None
+
+    def copy(
+        self, part: tuple[np.ndarray, np.ndarray | None], offset: int, row: Row, start: int, stop: int, index: int
+    ) -> int:
+        """Fill start..stop of a row from a part as far as it goes; returns how many tokens that were."""
+        tokens, sizes = part
+        count = min(stop - start, len(tokens) - offset)
+        here, there = slice(start, start + count), slice(offset, offset + count)
+        row[0][here], row[1][here] = tokens[there], index
+        if sizes is not None:
+            row[2][here] = sizes[there]
+        elif self.table is not None:
+            row[2][here] = self.table[tokens[there]]
+        return count
 
 
 @dataclass(frozen=True)
@@ -163,7 +200,11 @@ class RowReader:
         entries = (state or {}).get("streams", {})
         every = range(plan.streams)
         owned = [number for number in every if plan.split != "train" or number % plan.data_degree == plan.data_rank]
-        self.streams = {number: Stream(number, plan.streams, entries.get(str(number), {})) for number in owned}
+        num_records = sum(getattr(source, "num_records", plan.streams) for source in sources)
+        self.streams = {
+            number: Stream(number, plan.streams, entries.get(str(number), {}), _skip(number, plan.streams, num_records))
+            for number in owned
+        }
         self.order = self._make_order(sources)
         self.order.check()
         self.encode = Encoder(tokenizer, exact_bytes=plan.split != "train")
@@ -216,3 +257,8 @@ class RowReader:
 
     def _row(self, number: int) -> Row | None:
         return self.streams[number].row(self.order, self.encode, self.plan.length, self.plan.look_ahead)
+
+
+def _skip(stream: int, streams: int, documents: int) -> float:
+    """With fewer documents than streams, several streams begin with the same one: they start evenly spread over it."""
+    return (stream // documents) / -(-streams // documents) if 0 < documents < streams else 0.0
