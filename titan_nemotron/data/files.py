@@ -15,7 +15,7 @@ from titan_nemotron.data.hashing import name_hash, record_keys
 from titan_nemotron.data.records import Record, checked_text, field_text
 from titan_nemotron.errors import UserError
 
-PIECE = 1 << 18  # bytes; longer text files are read and tokenised piece by piece
+PIECE = 1 << 16  # bytes; longer text files are read and tokenised piece by piece, so that a row comes soon
 
 
 def matching_files(pattern: str, where: str) -> list[tuple[str, Path]]:
