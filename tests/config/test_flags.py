@@ -85,7 +85,7 @@ def test_words_too_many_are_a_mistake() -> None:
     with pytest.raises(UserError) as raised:
         load(Example, None, rest, "test")
     assert str(raised.value).splitlines() == [
-        "c: a word without a flag; write --table.key c",
+        "c: no flag takes this word; write --KEY c, or remove it",
         "--nothing 3: unknown flag; see --help",
     ]
 

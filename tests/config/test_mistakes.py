@@ -148,7 +148,7 @@ def test_file(tmp_path: Path, toml: str, expected: list[str]) -> None:
         (["--optimizer.betas", "0.9"], ["--optimizer.betas 0.9: expected [number, number]"]),
         (["--data.source.0.paht", "x"], ["--data.source.0.paht x: unknown flag; did you mean --data.source.0.path?"]),
         (["--data.source.2.kind", "x"], ["--data.source.2.kind x: data.source has fewer items; give those first"]),
-        (["steps"], ["steps: a word without a flag; write --table.key steps"]),
+        (["steps"], ["steps: no flag takes this word; write --KEY steps, or remove it"]),
         (
             ["--training.microbatch_size", "3"],
             ["training.microbatch_size = 3: does not divide global_batch_size = 8"],

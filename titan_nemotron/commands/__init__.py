@@ -10,12 +10,12 @@ from titan_nemotron.errors import UserError
 
 COMMANDS = {
     "train": "train a model as a TOML file says",
-    "convert": "turn one of our checkpoints into a Hugging Face directory, or the other way round",
+    "convert": "a checkpoint of ours to a Hugging Face directory, or back",
     "generate": "complete a prompt with a trained model",
-    "score": "write the logits and log-probabilities of given tokens",
-    "tokenize": "write the documents of a job's sources as memory-mapped token shards",
-    "tokenizer": "train a tokenizer on the documents of a job's sources",
-    "config": "check a TOML file, print it resolved, write the reference and the JSON schema",
+    "score": "logits and log-probabilities of given tokens",
+    "tokenize": "write documents as memory-mapped token shards",
+    "tokenizer": "train a tokenizer on documents",
+    "config": "check a job's TOML file and print it resolved",
 }
 
 

@@ -44,9 +44,13 @@ def find_tokenizer(checkpoint: str, named: str | None) -> "Tokenizer":
     """The tokenizer that was named, or lies in the checkpoint's directory, or in that of the run that wrote it."""
     from titan_nemotron.data.tokenizer import Tokenizer
 
-    path = Path(checkpoint).resolve()
-    places = [path, path.parent.parent / "tokenizer"] if named is None else [Path(named)]
-    for place in places:
-        if named is not None or (place / "tokenizer.json").is_file():
+    if named is not None:
+        return Tokenizer.from_path(named)
+    path = Path(checkpoint)
+    if not path.exists():
+        raise UserError(f"--checkpoint {checkpoint}: no such directory; give a Hugging Face directory or a checkpoint")
+    run = path.resolve().parent.parent  # of run/checkpoints/step-N
+    for place in (path, path / "tokenizer", path / "hub", run / "tokenizer", run / "hub"):
+        if (place / "tokenizer.json").is_file():
             return Tokenizer.from_path(place)
     raise UserError(f"--checkpoint {checkpoint}: no tokenizer.json there; name one with --tokenizer")

@@ -26,10 +26,10 @@ class ScoreOptions(ModelOptions):
 
 def run(arguments: list[str]) -> None:
     options = load(ScoreOptions, None, arguments, "titan-nemotron score")
-    input_ids, document_ids = read_tokens(Path(options.input))
     output = Path(options.output)
     if not output.parent.is_dir():
-        raise UserError(f"--output {output}: there is no directory {output.parent}")
+        raise UserError(f"--output {output}: there is no directory {output.parent}; make it first")
+    input_ids, document_ids = read_tokens(Path(options.input))
 
     from safetensors.torch import save_file
 
@@ -44,10 +44,12 @@ def read_tokens(file: Path) -> "tuple[Tensor, Tensor | None]":
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if not file.is_file():
+        raise UserError(f"--input {file}: no such file; give a safetensors file with input_ids")
     try:
         tensors = load_file(file)
     except OSError as error:
-        raise UserError(f"--input {file}: {(error.strerror or 'no such file').lower()}") from None
+        raise UserError(f"--input {file}: cannot read it ({error.strerror or error})") from None
     except SafetensorError as error:
         raise UserError(f"--input {file}: not a safetensors file ({error})") from None
     if "input_ids" not in tensors:

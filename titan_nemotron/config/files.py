@@ -10,7 +10,13 @@ from titan_nemotron.config.keys import Path
 from titan_nemotron.errors import UserError
 
 Tree = dict[str, Any]
-Origins = dict[Path, str]  # path of a value or a table -> "file:line" or "--flag"
+
+
+class Words(str):
+    """Where a value comes from, when that is the command line: the flag with its words."""
+
+
+Origins = dict[Path, str]  # path of a value or a table -> "file:line", or Words
 
 HEADER = re.compile(r"\s*\[{1,2}\s*([\w.\"'\s-]+?)\s*\]{1,2}\s*(#.*)?$")
 KEY = re.compile(r"\s*([\w.\"'\s-]+?)\s*=")

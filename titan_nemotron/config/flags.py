@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_json
 
 from titan_nemotron.config import keys
+from titan_nemotron.config.files import Words
 from titan_nemotron.config.keys import Path
 from titan_nemotron.config.table import POSITIONAL, Table
 
@@ -31,6 +32,9 @@ class Flag:
 
     path: Path
     words: tuple[str, ...]
+
+    def origin(self, table: type[Table]) -> Words:
+        return Words(" ".join([name_of(table, self.path), *self.words]))
 
     def as_words(self) -> list[str]:
         name = f"--{keys.dotted(self.path)}"
@@ -73,6 +77,14 @@ def read(table: type[Table], arguments: Sequence[str], prog: str) -> tuple[list[
         flags.append(Flag(path, words))
     flags += [Flag((name,), (word,)) for name, word in zip(wanted, alone, strict=False)]
     return flags, [*alone[len(wanted) :], *rest]
+
+
+def name_of(table: type[Table], path: Path) -> str:
+    """--a.b, or A for an argument that is given by its place."""
+    found = keys.lookup(table, path)
+    if isinstance(found, FieldInfo) and POSITIONAL in found.metadata:
+        return str(path[-1]).upper()
+    return f"--{keys.dotted(path)}"
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:

@@ -41,7 +41,7 @@ def load(
     lines += _lay_over(table, tree, origins, given, rest)
     value, found = _validate(table, tree, origins)
     if unreadable:  # what the flags say can still be judged
-        found = [(path, line) for path, line in found if origins.get(path, "").startswith("--")]
+        found = [(path, line) for path, line in found if isinstance(origins.get(path), files.Words)]
     lines += [line for _, line in found]
     if value is None or lines:
         raise UserError("\n".join(dict.fromkeys(lines)))
@@ -82,12 +82,11 @@ def _lay_over(
 ) -> list[str]:
     """Put the flags into the tree; a line for each that has no place there."""
     unknown, alone = flags.unknown(rest)
-    lines = [f"{word}: a word without a flag; write --table.key {word}" for word in alone]
+    lines = [f"{word}: no flag takes this word; write --KEY {word}, or remove it" for word in alone]
     for flag in unknown:
-        origin = " ".join([f"--{keys.dotted(flag.path)}", *flag.words])
-        lines.append(mistakes.unknown_key(table, flag.path, None, {flag.path: origin}))
+        lines.append(mistakes.unknown_key(table, flag.path, None, {flag.path: flag.origin(table)}))
     for flag in given:
-        origin = " ".join([f"--{keys.dotted(flag.path)}", *flag.words])
+        origin = flag.origin(table)
         if not flag.words and flags.needs_a_word(table, flag.path):
             lines.append(f"{origin}: needs a value")
             continue
@@ -122,7 +121,7 @@ def _validate(table: type[AnyTable], tree: Tree, origins: Origins) -> tuple[AnyT
         new = [
             (path, line)
             for path, line in mistakes.lines(table, errors, origins)
-            if not any(re.search(rf"\b{re.escape(name)}\b", line) for name in wrong)
+            if not any(re.search(rf"\b{re.escape(name)}\b", line, re.IGNORECASE) for name in wrong)
         ]
         found += new
         removed = [files.take_out(tree, path) for path, _ in new]

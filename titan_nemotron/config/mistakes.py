@@ -7,9 +7,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from titan_nemotron.config import keys
-from titan_nemotron.config.files import Origins
+from titan_nemotron.config.files import Origins, Words
+from titan_nemotron.config.flags import name_of
 from titan_nemotron.config.keys import Path
-from titan_nemotron.config.table import POSITIONAL, Table
+from titan_nemotron.config.table import Table
 
 LONGEST_VALUE = 60  # characters of a value shown in a line
 
@@ -52,8 +53,7 @@ def _line(table: type[Table], path: Path, errors: list[ErrorDetails], origins: O
         assert isinstance(field, FieldInfo)
         if len(path) > 1:
             return f"{where(path, origins)}{keys.dotted(path)}: is missing; {field.description}"
-        name = str(path[0]).upper() if POSITIONAL in field.metadata else f"--{path[0]}"  # an argument of a command
-        return f"{name}: is missing; {field.description}"
+        return f"{name_of(table, path)}: is missing; {field.description}"  # an argument of a command
     if first["type"] == "extra_forbidden":
         return unknown_key(table, path, first["input"], origins)
     about = (
@@ -81,7 +81,7 @@ def _from_validator(table: type[Table], path: Path, error: ErrorDetails, origins
             key, text = path, f"{keys.dotted(path)}: {line}" if path else line
         # The key may stand at its default; then another one that the line names is the one to change.
         mentioned = [tuple(word.split(".")) for word in re.findall(r"[\w.-]+", line)]
-        places = [key, *mentioned, *((*path, *name) for name in mentioned)]
+        places = [key, *mentioned, *((*around, *name) for around in (key[:-1], path) for name in mentioned)]
         results.append((key, where(next((place for place in places if place in origins), key), origins) + text))
     return results
 
@@ -89,7 +89,7 @@ def _from_validator(table: type[Table], path: Path, error: ErrorDetails, origins
 def unknown_key(table: type[Table], path: Path, value: Any, origins: Origins) -> str:
     """One line for a key that no table has."""
     origin = _origin(path, origins)
-    is_flag = origin is not None and origin.startswith("--")
+    is_flag = isinstance(origin, Words)
     meant = keys.nearest(table, path)
     if meant:
         same_table = meant.rpartition(".")[0] == keys.dotted(path[:-1])
@@ -118,7 +118,7 @@ def _in_file(path: str) -> str:
 def named(path: Path, value: Any, origins: Origins) -> str:
     """file:line: key = value, or --key value."""
     origin = _origin(path, origins)
-    if origin is not None and origin.startswith("--"):
+    if isinstance(origin, Words):
         return origin
     text = keys.toml(value)
     if len(text) > LONGEST_VALUE:
@@ -129,7 +129,7 @@ def named(path: Path, value: Any, origins: Origins) -> str:
 def where(path: Path, origins: Origins) -> str:
     """The file and line that a value comes from, with ": " behind it; empty for a flag and for a default."""
     origin = _origin(path, origins)
-    return f"{origin}: " if origin and not origin.startswith("--") else ""
+    return f"{origin}: " if origin and not isinstance(origin, Words) else ""
 
 
 def _origin(path: Path, origins: Origins) -> str | None:
