@@ -25,7 +25,7 @@ def score(model: nn.Module, input_ids_BL: Tensor, document_ids_BL: Tensor | None
         raise UserError(
             f"document_ids: shape {list(document_ids_BL.shape)} differs from input_ids {list(input_ids_BL.shape)}"
         )
-    vocabulary = model.config.vocab_size  # type: ignore[union-attr]
+    vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
     bad = (document_ids_BL >= 0) & ((input_ids_BL < 0) | (input_ids_BL >= vocabulary))
     if bad.any():
         row, position = bad.nonzero()[0].tolist()
