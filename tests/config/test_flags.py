@@ -35,6 +35,7 @@ from titan_nemotron.errors import UserError
         ("--optimizer.freeze 3 true", "optimizer.freeze", ["3", "true"]),
         ("--optimizer.freeze --compile.enable", "optimizer.freeze", []),
         ("--optimizer.freeze=--x", "optimizer.freeze", ["--x"]),
+        ("--optimizer.freeze [", "optimizer.freeze", ["["]),
         ("--model.config.hidden-size 64", "model.config", {"hidden_size": 64}),
         ("--model.config.a.b [1,2]", "model.config", {"a": {"b": [1, 2]}}),
         ("--model.config {a=1}", "model.config", {"a": 1}),
@@ -65,6 +66,12 @@ class Options(Table):
     dry_run: bool = Field(False, description="Only look.")
 
 
+class Required(Table):
+    """A command with a flag that it needs."""
+
+    needed: str = Field(description="What is needed.")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -88,6 +95,13 @@ def test_words_too_many_are_a_mistake() -> None:
         "c: no flag takes this word; write --KEY c, or remove it",
         "--nothing 3: unknown flag; see --help",
     ]
+
+
+def test_a_flag_without_its_value_is_one_mistake() -> None:
+    with pytest.raises(UserError, match=r"^SOURCE: is missing; What to read.$"):
+        load(Options, None, ["--dry_run"], "test")
+    with pytest.raises(UserError, match=r"^--needed: needs a value$"):
+        load(Required, None, ["--needed"], "test")
 
 
 def test_missing_arguments_of_a_command() -> None:

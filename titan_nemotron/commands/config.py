@@ -20,7 +20,7 @@ INTRODUCTION = """\
 A job is one TOML file. It names only what differs from the defaults below:
 
 ```toml
-#:schema schema.json
+#:schema ./schema.json
 base = "nemotron3_debug.toml"   # inherit from another file, relative to this one; tables merge, lists replace
 
 [job]

@@ -151,9 +151,10 @@ def value_of(found: FieldInfo | Any, words: tuple[str, ...]) -> Any:
     if not words and bool in keys.members(annotation):
         return True
     sequence = next((member for member in keys.members(annotation) if get_origin(member) in (list, tuple)), None)
-    if sequence and not (len(words) == 1 and words[0].startswith("[")):
+    whole = _toml(words[0]) if len(words) == 1 else None  # the list in one word, as TOML writes it
+    if sequence and not isinstance(whole, list):
         item = get_args(sequence)[0] if get_args(sequence) else str
-        return [value_of(item, (value,)) for value in words]
+        return [value_of(item, (word,)) for word in words]
     if len(words) != 1:
         return list(words)
     text = words[0]

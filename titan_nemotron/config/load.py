@@ -89,6 +89,7 @@ def _lay_over(
         origin = flag.origin(table)
         if not flag.words and flags.needs_a_word(table, flag.path):
             lines.append(f"{origin}: needs a value")
+            origins[flag.path] = origin
             continue
         beyond = [
             keys.dotted(flag.path[:place])

@@ -23,6 +23,8 @@ def lines(table: type[Table], errors: list[ErrorDetails], origins: Origins) -> l
     merged: dict[tuple[Path, bool], list[ErrorDetails]] = {}
     for error in errors:
         path = _known_part(table, error)
+        if error["type"] == "missing" and error["loc"] in origins:  # a flag without its value, which has a line already
+            continue
         merged.setdefault((path, error["type"] == "value_error"), []).append(error)
     found = []
     for (path, _), group in merged.items():
