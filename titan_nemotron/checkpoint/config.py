@@ -24,7 +24,8 @@ class CheckpointConfig(Table):
     load: str | None = None
     """Initial weights of a new run: a Hugging Face directory or one of our checkpoints; a resumed run ignores it."""
     init_missing: list[str] = Field(default_factory=list)
-    """Names of hub tensors (* matches anything) that may be missing in `load` and are then initialised."""
+    """Tensors of `load`, by its names (* matches anything), that may be missing or of another shape and are then
+    initialised, or unexpected and are then left out; a pattern must match one."""
     export: bool = False
     """Write the trained model as a Hugging Face directory, hf/, at the end."""
 

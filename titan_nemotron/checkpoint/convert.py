@@ -215,7 +215,7 @@ def checkpoint_to_hub(
         done = 0
         for name, entry in stored.items():
             tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-            read_tensors(path, {name: tensor})
+            read_tensors(path, {name: tensor}, alone=True)
             done += sizes[name]
             progress(done, sum(sizes.values()))
             yield name, tensor

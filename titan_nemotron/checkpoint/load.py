@@ -234,11 +234,13 @@ def load_checkpoint(
     read_tensors(path, {name: tensor for name, tensor in tensors.items() if name not in waived}, group)
 
 
-def read_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Fill tensors, sharded or not, with those of the same names."""
+def read_tensors(
+    path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False
+) -> None:
+    """Fill tensors, sharded or not, with those of the same names; all ranks together, or this one alone."""
     state = {PREFIX + name: tensor for name, tensor in tensors.items()}
     with quiet():
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=group)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=group, no_dist=alone)
 
 
 @contextlib.contextmanager
