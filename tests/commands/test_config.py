@@ -11,6 +11,7 @@ from tests.support import REPOSITORY
 from titan_nemotron import commands
 from titan_nemotron.commands.config import REFERENCE, SCHEMA, generated
 from titan_nemotron.config import load
+from titan_nemotron.config.keys import dotted, leaves, toml
 from titan_nemotron.train.job import Job
 
 EXAMPLES = sorted((REPOSITORY / "train_configs").glob("*.toml"))
@@ -40,6 +41,18 @@ def test_prints_a_job_that_loads_again(tmp_path: Path, capsys: pytest.CaptureFix
     job = load(Job, tmp_path / "again.toml")
     assert job == load(Job, file, ["--training.steps", "7"])
     assert (job.training.steps, job.model.resolved().hidden_size) == (7, 64)
+
+
+def test_help_of_train_shows_every_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        commands.main(["train", "--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for path, field in leaves(Job, free=True):
+        assert f"--{dotted(path)} " in words
+        assert (field.description or "") in words
+        if field.default not in (None, {}) and not callable(field.default_factory):
+            assert f"default: {toml(field.default)})" in words
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)

@@ -41,6 +41,8 @@ from titan_nemotron.errors import UserError
         ("--model.config {a=1}", "model.config", {"a": 1}),
         ("--model.config.pattern MEM*E", "model.config", {"pattern": "MEM*E"}),
         ("--model.mixers.- a:B --model.mixers.X 3", "model.mixers", {"-": "a:B", "X": "3"}),
+        ("--model.config.b 2 --model.config {a=1,b=1}", "model.config", {"a": 1, "b": 2}),
+        ("--model.config.a 1\nb=2", "model.config", {"a": "1\nb=2"}),
         ("--data.source.0.path x", "data.source.0.path", "x"),
         ("--data.source.0.path 3 --data.source.1.kind stdlib --data.source.1.path none", "data.source.1.path", None),
     ],

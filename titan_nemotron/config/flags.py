@@ -76,6 +76,7 @@ def read(table: type[Table], arguments: Sequence[str], prog: str) -> tuple[list[
             words, alone = words[:takes], [*alone, *words[takes:]]
         flags.append(Flag(path, words))
     flags += [Flag((name,), (word,)) for name, word in zip(wanted, alone, strict=False)]
+    flags.sort(key=lambda flag: len(flag.path))  # a whole table first, then what changes in it
     return flags, [*alone[len(wanted) :], *rest]
 
 
@@ -169,6 +170,8 @@ def _toml(text: str) -> Any:
     lower = text.lower()
     if lower in ("true", "false"):
         return lower == "true"
+    if "\n" in text:  # more than one value
+        return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
