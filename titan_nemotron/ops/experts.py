@@ -1,10 +1,15 @@
-"""Routed experts as grouped matrix products.
+"""Routed experts as grouped matrix products, and the rows they work on.
 
-Shapes: R routed rows sorted by expert, E experts, D model (or latent) size, F expert size.
+Shapes: T tokens, K experts a token, R routed rows sorted by expert, E experts, D model (or latent) size, F expert size.
 """
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from titan_nemotron.ops.kernels import chosen
 
 
 def relu2_experts(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor) -> Tensor:
@@ -12,7 +17,56 @@ def relu2_experts(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Ten
 
     The routing weight is folded in before the down projection, which has no bias, so that combining is a plain sum.
     offsets [E] int32: ends of the experts' rows; rows at and beyond offsets[-1] give 0. Returns [R, D] in x's dtype.
+    Outside fp64, what the backward needs is x and up_e x_r alone.
     """
+    if chosen("experts", x_RD) == "reference":
+        return _reference(x_RD, up_EFD, down_EDF, weights_R, offsets_E)
+    y, _ = _forward(x_RD, up_EFD, down_EDF, weights_R, offsets_E)
+    return y
+
+
+def gather_rows(x_TD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
+    """x[tokens]: a copy of its token for every routed row [R, D].
+
+    tokens_R: the token of a row; places_TK: the rows of a token. Knowing both, the backward gathers as well: it adds the
+    K rows of a token in the order of places_TK, where an index_add would add them one by one.
+    """
+    return _GatherRows.apply(x_TD, tokens_R, places_TK)
+
+
+def sum_rows(y_RD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
+    """out_t = sum_k y[places_tk], [T, D]: the transpose of gather_rows, added in a fixed order and in at least fp32."""
+    return _SumRows.apply(y_RD, tokens_R, places_TK)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_R, places_TK)
+        return x_TD.index_select(0, tokens_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        return _SumRows.apply(grad_RD, *ctx.saved_tensors), None, None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_R, places_TK)
+        if places_TK.numel() == 0:
+            return y_RD.new_zeros(places_TK.shape[0], y_RD.shape[1])
+        return F.embedding_bag(places_TK, y_RD, mode="sum")  # a gather and a sum in one pass
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        return _GatherRows.apply(grad_TD, *ctx.saved_tensors), None, None
+
+
+# --- reference: a loop over the experts
+
+
+def _reference(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor) -> Tensor:
     outputs = []
     start = 0
     for expert, stop in enumerate(offsets_E.tolist()):
@@ -21,3 +75,104 @@ def relu2_experts(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Ten
         start = stop
     outputs.append(x_RD.new_zeros(x_RD.shape[0] - start, down_EDF.shape[1]))
     return torch.cat(outputs)
+
+
+# --- grouped matrix products, with squared ReLU and routing weight between them
+#
+# In custom operators, because F.grouped_mm does not compile in fp32.
+
+
+def _products(a_RM: Tensor, b_EMN: Tensor, offsets_E: Tensor) -> Tensor:
+    """a_r b_e for the rows of each expert, [R, N]; rows beyond offsets[-1] hold anything."""
+    if _aligned(a_RM, b_EMN):
+        return F.grouped_mm(a_RM, b_EMN, offs=offsets_E)
+    out, start = a_RM.new_empty(a_RM.shape[0], b_EMN.shape[2]), 0
+    for b_MN, stop in zip(b_EMN, offsets_E.tolist()):
+        torch.mm(a_RM[start:stop], b_MN, out=out[start:stop])
+        start = stop
+    return out
+
+
+def _weight_gradients(a_RM: Tensor, b_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    """sum_r a_r b_r^T over the rows of each expert, [E, M, N]; 0 for an expert without rows."""
+    if _aligned(a_RM, b_RN):
+        return F.grouped_mm(a_RM.T, b_RN, offs=offsets_E)
+    out, start = a_RM.new_empty(len(offsets_E), a_RM.shape[1], b_RN.shape[1]), 0
+    for out_MN, stop in zip(out, offsets_E.tolist()):
+        torch.mm(a_RM[start:stop].T, b_RN[start:stop], out=out_MN)
+        start = stop
+    return out
+
+
+def _aligned(a: Tensor, b: Tensor) -> bool:
+    """F.grouped_mm wants every row to start at a multiple of 16 bytes, and at least one row."""
+    sizes = (a.shape[1], *b.shape[1:])
+    return a.shape[0] > 0 and all(size * a.element_size() % 16 == 0 for size in sizes)
+
+
+def _clear_tail(rows: Tensor, offsets_E: Tensor) -> Tensor:
+    """Zero the rows beyond offsets[-1], where a grouped product leaves uninitialised memory."""
+    if rows.device.type == "cpu":
+        rows[int(offsets_E[-1]) :] = 0
+        return rows
+    beyond = torch.arange(rows.shape[0], device=rows.device) >= offsets_E[-1]  # without waiting for the device
+    return rows.masked_fill_(beyond.view(-1, *[1] * (rows.dim() - 1)), 0)
+
+
+@torch.library.custom_op("titan_nemotron::relu2_experts", mutates_args=())
+def _forward(
+    x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """y [R, D] and the pre-activations h = up_e x_r [R, F]."""
+    h_RF = _products(x_RD.contiguous(), up_EFD.transpose(1, 2), offsets_E)
+    a_RF = torch.relu(h_RF)
+    a_RF.mul_(a_RF).mul_(weights_R[:, None])
+    return _clear_tail(_products(a_RF, down_EDF.transpose(1, 2), offsets_E), offsets_E), h_RF
+
+
+@torch.library.custom_op("titan_nemotron::relu2_experts_backward", mutates_args=())
+def _backward(
+    grad_RD: Tensor,
+    x_RD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    weights_R: Tensor,
+    offsets_E: Tensor,
+    h_RF: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, up, down and weights."""
+    grad_RD, x_RD = grad_RD.contiguous(), x_RD.contiguous()  # a sum hands on a gradient with stride 0
+    da_RF = _products(grad_RD, down_EDF, offsets_E)
+    relu_RF = torch.relu(h_RF)
+    square_RF = relu_RF.square()
+    dtype = torch.promote_types(x_RD.dtype, torch.float32)
+    dweights_R = torch.linalg.vecdot(da_RF.to(dtype), square_RF.to(dtype)).to(weights_R.dtype)
+    ddown = _weight_gradients(grad_RD, square_RF.mul_(weights_R[:, None]), offsets_E)
+    dh_RF = da_RF.mul_(relu_RF).mul_(2 * weights_R[:, None])
+    dx = _products(dh_RF, up_EFD, offsets_E)
+    dup = _weight_gradients(dh_RF, x_RD, offsets_E)
+    return _clear_tail(dx, offsets_E), dup, ddown, _clear_tail(dweights_R, offsets_E)
+
+
+@_forward.register_fake
+def _(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor) -> tuple[Tensor, Tensor]:
+    return x_RD.new_empty(x_RD.shape), x_RD.new_empty(x_RD.shape[0], up_EFD.shape[1])
+
+
+@_backward.register_fake
+def _(
+    grad_RD: Tensor, x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, *rest: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (x_RD, up_EFD, down_EDF, weights_R))  # type: ignore[return-value]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad_RD: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_backward(grad_RD, *ctx.saved_tensors), None
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)

@@ -13,7 +13,7 @@ from titan_nemotron.layout import DocumentLayout
 from titan_nemotron.models.layers.basic import Linear
 from titan_nemotron.models.layers.init import Rule, constant, normal
 from titan_nemotron.models.layers.mlp import MLP
-from titan_nemotron.ops.experts import relu2_experts
+from titan_nemotron.ops.experts import gather_rows, relu2_experts, sum_rows
 
 
 class Router(nn.Module):
@@ -88,10 +88,10 @@ class Router(nn.Module):
 
 
 class DispatchHandle(NamedTuple):
-    """inverse_R: the place of (token, k) among the rows sorted by expert; num_tokens: T."""
+    """tokens_R: the token of each row sorted by expert; places_TK: the row of (token, k)."""
 
-    inverse_R: Tensor
-    num_tokens: int
+    tokens_R: Tensor
+    places_TK: Tensor
 
 
 class LocalDispatch(nn.Module):
@@ -105,21 +105,17 @@ class LocalDispatch(nn.Module):
         self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
         """Rows sorted by expert, their weights, the end of each expert's rows (int32), and the way back."""
-        num_tokens, topk = indices_TK.shape
-        order_R = indices_TK.flatten().argsort(stable=True)
+        experts_R = indices_TK.flatten()
+        order_R = experts_R.argsort(stable=True)
         experts = torch.arange(self.num_experts, device=order_R.device)
-        offsets_E = torch.searchsorted(indices_TK.flatten()[order_R], experts, right=True, out_int32=True)
-        inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-        return (
-            x_TD[order_R // topk],
-            weights_TK.flatten()[order_R],
-            offsets_E,
-            DispatchHandle(inverse_R, num_tokens),
-        )
+        offsets_E = torch.searchsorted(experts_R.index_select(0, order_R), experts, right=True, out_int32=True)
+        places_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        handle = DispatchHandle(order_R // indices_TK.shape[1], places_R.view_as(indices_TK))
+        return gather_rows(x_TD, *handle), weights_TK.flatten().index_select(0, order_R), offsets_E, handle
 
     def combine(self, y_RD: Tensor, handle: DispatchHandle) -> Tensor:
         """Sum each token's K rows: a gather, not a scatter, so that the order of the sum is fixed."""
-        return y_RD[handle.inverse_R].unflatten(0, (handle.num_tokens, -1)).sum(1)
+        return sum_rows(y_RD, *handle)
 
 
 class Experts(nn.Module):
