@@ -109,6 +109,12 @@ def test_schema_knows_base_and_free_keys() -> None:
     jsonschema.validate({"base": "x.toml", "model": {"config": {"hidden_size": 3, "other": "x"}}}, json_schema(Example))
 
 
+def test_schema_describes_every_key_on_one_line() -> None:
+    properties = json_schema(Example)["$defs"]["Training"]["properties"]
+    assert properties["dtype"]["description"] == "Type that layers compute in."
+    assert properties["dtype"]["enum"] == ["float32", "bfloat16"]
+
+
 def test_reference_names_every_key() -> None:
     reference = reference_markdown(Example)
     for line in [

@@ -30,7 +30,18 @@ def json_schema(table: type[Table]) -> dict[str, Any]:
     schema = table.model_json_schema()
     base = {"type": "string", "description": "A TOML file to inherit from, relative to this one."}
     schema["properties"] = {"base": base, **schema["properties"]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_one_line(schema)}
+
+
+def _one_line(schema: Any) -> Any:
+    """The schema with each description, which may be a string of several lines in the source, on one."""
+    if isinstance(schema, list):
+        return [_one_line(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    described = schema.get("description")
+    plain = {key: _one_line(item) for key, item in schema.items()}
+    return plain | {"description": " ".join(described.split())} if isinstance(described, str) else plain
 
 
 def reference_markdown(table: type[Table]) -> str:
