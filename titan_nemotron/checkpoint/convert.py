@@ -30,6 +30,7 @@ from titan_nemotron.checkpoint.hub_files import (
 )
 from titan_nemotron.checkpoint.load import (
     PREFIX,
+    Reader,
     check,
     checkpoint_directory,
     checkpoint_model,
@@ -46,7 +47,7 @@ from titan_nemotron.models.layers.basic import fp32_names
 
 RECORD = "hub.json"
 BYTES_PER_FILE = 5 * 10**9
-MAX_FILES = 8  # written at the same time, each with a tensor in memory
+THREADS = 2  # that write a checkpoint, each with a tensor in memory
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -177,7 +178,8 @@ def hub_to_checkpoint(source: Path, destination: Path, progress: Progress) -> No
     partial = destination.with_name(destination.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    writer = dcp.FileSystemWriter(partial, thread_count=min(MAX_FILES, 1 + total // BYTES_PER_FILE))
+    # A file for each tensor, because the writer holds what goes into a file until the file is done.
+    writer = dcp.FileSystemWriter(partial, single_file_per_rank=False, thread_count=THREADS)
     state = {PREFIX + name: tensor for name, tensor in empty.items()}
     with quiet():
         dcp.save(state, storage_writer=writer, planner=_Streaming(read), no_dist=True)
@@ -203,7 +205,8 @@ def checkpoint_to_hub(
 ) -> None:
     family, config = checkpoint_model(path)
     slots = family.hub.tensors(config)
-    stored = stored_tensors(path)
+    reader = Reader(path)
+    stored = stored_tensors(reader)
     with torch.device("meta"):
         model = family.model(config)
     check(
@@ -215,7 +218,7 @@ def checkpoint_to_hub(
         done = 0
         for name, entry in stored.items():
             tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-            read_tensors(path, {name: tensor}, alone=True)
+            read_tensors(reader, {name: tensor}, alone=True)
             done += sizes[name]
             progress(done, sum(sizes.values()))
             yield name, tensor

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titan_nemotron.checkpoint.hub_files import HubFiles, is_hub_directory
 from titan_nemotron.checkpoint.manager import complete_steps
@@ -28,7 +28,7 @@ PREFIX = "model."  # of the weights among a checkpoint's tensors
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    path: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
     """The model in a Hugging Face directory or in one of our checkpoints, in evaluation mode.
 
@@ -36,6 +36,10 @@ def load_model(
     the one it is stored in; a given dtype leaves those in fp32 that training keeps there (router, norms, A_log, D,
     dt_bias, head), unless it is wider. Raises UserError for whatever does not fit.
     """
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UserError("dtype: is no type of PyTorch; use float32, bfloat16, float64 or none at all")
     path = Path(path)
     if is_hub_directory(path):
         files = HubFiles(path)
@@ -45,7 +49,7 @@ def load_model(
         )
     path = checkpoint_directory(path)
     family, config = checkpoint_model(path)
-    stored = {name: entry.properties.dtype for name, entry in stored_tensors(path).items()}
+    stored = {name: entry.properties.dtype for name, entry in stored_tensors(Reader(path)).items()}
     model = empty_model(family, config, device or "cpu", stored, dtype)
     load_checkpoint(model, path, seed=0)
     return model.eval()
@@ -126,8 +130,10 @@ def load_hub(
     """load_weights from hub files; each rank reads only what it holds."""
     found = {name: entry.shape for name, entry in files.entries.items()}
     waived = check(files.path, found, {name: slot.shape for name, slot in slots.items()}, init_missing)
-    initialize(model, seed, {slots[name].parameter for name in waived if name in slots})
     tensors = {name: getattr(module, own) for name, (module, own) in tensors_by_name(model).items()}
+    in_files = {slot.parameter for name, slot in slots.items() if name not in waived}
+    partly = {slots[name].parameter for name in waived if name in slots}
+    initialize(model, seed, partly | (set(tensors) - in_files))
     local_parts = {slot.parameter: local_part(tensors[slot.parameter]) for slot in slots.values()}
     for name, slot in slots.items():
         if name in waived:
@@ -204,12 +210,22 @@ def checkpoint_model(path: Path) -> tuple[Family, Any]:
     return load_family(table.family), table.resolved()
 
 
-def stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+class Reader(dcp.FileSystemReader):
+    """Of one checkpoint, whose metadata is read once for many loads."""
+
+    metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self.metadata is None:
+            self.metadata = super().read_metadata(*args, **kwargs)
+        return self.metadata
+
+
+def stored_tensors(reader: Reader) -> dict[str, TensorStorageMetadata]:
     """Parameter or buffer name -> its size and type in one of our checkpoints."""
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return {
         name.removeprefix(PREFIX): entry
-        for name, entry in metadata.items()
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
         if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
 
@@ -228,19 +244,20 @@ def load_checkpoint(
     tensors = {
         name: getattr(module, own).detach() for name, (module, own) in tensors_by_name(model).items() if name in saved
     }
-    found = {name: tuple(entry.size) for name, entry in stored_tensors(path).items()}
+    reader = Reader(path)
+    found = {name: tuple(entry.size) for name, entry in stored_tensors(reader).items()}
     waived = check(path, found, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, init_missing)
-    initialize(model, seed, waived)
-    read_tensors(path, {name: tensor for name, tensor in tensors.items() if name not in waived}, group)
+    initialize(model, seed, waived | (set(tensors_by_name(model)) - saved))
+    read_tensors(reader, {name: tensor for name, tensor in tensors.items() if name not in waived}, group)
 
 
 def read_tensors(
-    path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False
+    reader: Reader, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False
 ) -> None:
     """Fill tensors, sharded or not, with those of the same names; all ranks together, or this one alone."""
     state = {PREFIX + name: tensor for name, tensor in tensors.items()}
     with quiet():
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=group, no_dist=alone)
+        dcp.load(state, storage_reader=reader, process_group=group, no_dist=alone)
 
 
 @contextlib.contextmanager
