@@ -266,7 +266,7 @@ def _write(
     if dtype is not None:
         wide, fp32 = torch.promote_types(dtype, torch.float32), fp32_names(model)
         dtypes = {name: wide if slot.parameter in fp32 else dtype for name, slot in slots.items()}
-    hub_config = family.hub.config_to_hub(config, dtype and dtype_name(dtype), source.config)
+    hub_config = family.hub.config_to_hub(config, None if dtype is None else dtype_name(dtype), source.config)
     if source.config is None:
         hub_config |= config_keys or {}
     tensors = hub_tensors(parameters, slots, dtypes)

@@ -6,7 +6,6 @@ A family is a package that exports FAMILY: titan_nemotron.models.nemotron3, or a
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -57,19 +56,36 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Hub(Protocol):
+    """What a family's hub module exports: its Hugging Face directories."""
+
+    MODEL_TYPE: str
+    """model_type in config.json."""
+
+    def tensors(self, config: Any) -> dict[str, Slot]:
+        """Every tensor of a directory by its name, in file order, and where it lives in the model."""
+        ...
+
+    def config_from_hub(self, hub: dict[str, Any], mtp_depths: int | None = None, where: str = ...) -> Any:
+        """The family's configuration from config.json; `where` names the file in a UserError."""
+        ...
+
+    def config_to_hub(
+        self, config: Any, dtype: str | None = None, source: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """A config.json. dtype: of most tensors; source: the config.json the model came from, whose other keys are kept."""
+        ...
+
+
 @dataclass(frozen=True)
 class Family:
-    """config: its pydantic table; model: nn.Module class built from a config; flavors: named sizes; hub: names and configs.
-
-    hub exports MODEL_TYPE (as in config.json), tensors(config) -> dict[hub name, Slot], config_from_hub(dict) and
-    config_to_hub(config, dtype).
-    """
+    """config: its pydantic table; model: nn.Module class built from a config; flavors: named sizes; hub: a module."""
 
     name: str
     config: type[Table]
     model: type[nn.Module]
     flavors: Mapping[str, Any]
-    hub: ModuleType
+    hub: Hub
 
 
 def load_family(name: str) -> Family:
