@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_nemotron.parallel.config import ParallelConfig
-from titan_nemotron.parallel.mesh import build_mesh, start_process_group, stop_process_group
+from titan_nemotron.parallel.mesh import build_mesh, start_process_group
 
 HERE = Path(__file__).resolve().parent
 CASE_SECONDS = 100.0
@@ -107,7 +107,7 @@ def _rank(rank: int, world_size: int, port: int, names: Sequence[str], directory
             os._exit(1)
         if rank == 0:
             (directory / f"{name}.passed").touch()
-    stop_process_group()
+    dist.destroy_process_group()
     os._exit(0)
 
 

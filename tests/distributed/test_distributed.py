@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed.harness import launch_in_subprocess, load_cases, run_case
-from titan_nemotron.parallel.mesh import start_process_group, stop_process_group
+from titan_nemotron.parallel.mesh import start_process_group
 
 CASES = load_cases()
 RUNS = [(world_size, name) for name, (_, world_sizes) in CASES.items() for world_size in world_sizes]
@@ -23,7 +24,7 @@ def results() -> dict[int, dict[str, str]]:
 def alone() -> Iterator[None]:
     start_process_group(torch.device("cpu"), 60.0)
     yield
-    stop_process_group()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", [name for world_size, name in RUNS if world_size == 1])

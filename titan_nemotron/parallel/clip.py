@@ -4,7 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -12,19 +14,26 @@ from torch.distributed.tensor import DTensor
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale all gradients by min(1, max_norm / norm), norm = sqrt(sum of squares over all parameters and ranks).
 
-    max_norm 0 never scales. The norm is returned as an fp32 scalar, equal on all ranks, without a host synchronisation.
+    max_norm 0 never scales. Gradients may live on different meshes: each mesh sums the squares of its shards over the axes
+    that its gradients are sharded on. Returns the norm, an fp64 scalar on the device, equal on all ranks; the host does not
+    wait for it.
     """
-    by_mesh = defaultdict(list)  # an operation on several DTensors needs them on one mesh
+    local: list[Tensor] = []
+    by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            by_mesh[mesh].append(parameter)
-    norms = []
-    for group in by_mesh.values():
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        gradient = parameter.grad
+        if gradient is not None:
+            assert isinstance(gradient, DTensor)
+            axes = tuple(axis for axis, placement in enumerate(gradient.placements) if placement.is_shard())
+            by_axes[gradient.device_mesh, axes].append(gradient.to_local())
+            local.append(gradient.to_local())
+    total = torch.zeros((), dtype=torch.float64, device=local[0].device)
+    for (mesh, axes), shards in by_axes.items():
+        squares = torch.stack(torch._foreach_norm(shards)).double().square().sum()
+        for axis in axes:
+            dist.all_reduce(squares, group=mesh.get_group(axis))
+        total = total + squares
+    norm = total.sqrt()
     if max_norm > 0:
-        for group in by_mesh.values():
-            nn.utils.clip_grads_with_norm_(group, max_norm, total)
-    return total
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0).float())
+    return norm

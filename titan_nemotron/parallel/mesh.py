@@ -44,12 +44,6 @@ def start_process_group(device: torch.device, timeout_seconds: float) -> None:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def stop_process_group() -> None:
-    """Leave the group; a process that exits inside it may abort."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def build_mesh(config: ParallelConfig, device: torch.device) -> DeviceMesh:
     """The mesh of all ranks. Raises UserError for a degree that they cannot form."""
     world = dist.get_world_size()

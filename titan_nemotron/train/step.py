@@ -172,7 +172,7 @@ def train_step(
 
     main = sums.main / totals.targets.clamp(min=1)
     mtp_D = sums.mtp_D / totals.mtp_targets_D.clamp(min=1)
-    numbers = [main, *mtp_D, sums.auxiliary / totals.rows, norm.double(), totals.tokens, totals.targets]
+    numbers = [main, *mtp_D, sums.auxiliary / totals.rows, norm, totals.tokens, totals.targets]
     loss, *mtp_losses, auxiliary_loss, gradient_norm, tokens, targets = torch.stack(numbers).tolist()
 
     # Every number is a sum over all ranks, so that all ranks decide alike.
