@@ -46,6 +46,7 @@ from titan_nemotron.models.family import Family, Slot, family_of_hub
 from titan_nemotron.models.layers.basic import fp32_names
 
 RECORD = "hub.json"
+GENERATION = "generation_config.json"
 BYTES_PER_FILE = 5 * 10**9
 THREADS = 2  # that write a checkpoint, each with a tensor in memory
 
@@ -97,6 +98,21 @@ def find_source(folders: Sequence[Path], slots: Mapping[str, Slot]) -> Source:
             dtypes = {name: getattr(torch, record["other_dtypes"].get(name, record["dtype"])) for name in slots}
             return Source(record["config"], dtypes, folders)
     return Source(None, {}, folders)
+
+
+def keep_token_ids(eos_id: int, bos_id: int | None, folder: Path) -> None:
+    """For a model from scratch: what its hub directory is to say of the tokens that start and end a document."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": None}
+    (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+
+
+def token_ids(folders: Sequence[Path]) -> dict[str, Any]:
+    """What keep_token_ids wrote."""
+    for folder in folders:
+        if (folder / GENERATION).is_file():
+            return {key: value for key, value in read_json(folder / GENERATION).items() if key.endswith("_token_id")}
+    return {}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -234,18 +250,16 @@ def export(
     run: Path,
     destination: Path,
     dtype: torch.dtype | None = None,
-    config_keys: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a trained model, sharded or not, as a Hugging Face directory; all ranks call it, rank 0 writes.
 
     run: the folder of the run, whose hub/ and tokenizer/ say what goes in beside the weights. dtype as in `convert`.
-    config_keys: of a config.json that comes from no source, such as token ids.
     """
     tensors = ((name, tensor) for name, tensor in get_model_state_dict(model).items() if isinstance(tensor, Tensor))
     try:
         if not dist.is_initialized() or dist.get_rank() == 0:
             source = find_source([run / "hub", run / "tokenizer"], family.hub.tensors(config))
-            _write(family, config, model, tensors, source, destination, dtype, BYTES_PER_FILE, config_keys)
+            _write(family, config, model, tensors, source, destination, dtype, BYTES_PER_FILE)
     finally:
         for _ in hub_tensors(tensors, {}, {}):  # all ranks gather together to the end, also when writing failed
             pass
@@ -260,7 +274,6 @@ def _write(
     destination: Path,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
-    config_keys: Mapping[str, Any] | None = None,
 ) -> None:
     slots, dtypes = family.hub.tensors(config), source.dtypes
     if dtype is not None:
@@ -268,6 +281,6 @@ def _write(
         dtypes = {name: wide if slot.parameter in fp32 else dtype for name, slot in slots.items()}
     hub_config = family.hub.config_to_hub(config, None if dtype is None else dtype_name(dtype), source.config)
     if source.config is None:
-        hub_config |= config_keys or {}
+        hub_config |= token_ids(source.folders)
     tensors = hub_tensors(parameters, slots, dtypes)
     write_hub_directory(destination, tensors, hub_config, side_files=source.folders, max_shard_bytes=max_shard_bytes)

@@ -37,8 +37,7 @@ def export_model(run: Run) -> None:
     directory = run.directory / "hf"
     if run.ranks.rank == 0 and directory.exists():
         shutil.rmtree(directory)
-    tokens = {"eos_token_id": run.tokenizer.eos_id, "bos_token_id": run.tokenizer.bos_id, "pad_token_id": None}
-    export(run.model, run.family, run.job.model.resolved(), run.directory, directory, config_keys=tokens)
+    export(run.model, run.family, run.job.model.resolved(), run.directory, directory)
 
 
 def sampled_completion(run: Run) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from titan_nemotron.checkpoint.convert import keep_source
+from titan_nemotron.checkpoint.convert import keep_source, keep_token_ids
 from titan_nemotron.checkpoint.hub_files import is_hub_directory
 from titan_nemotron.checkpoint.load import load_weights
 from titan_nemotron.checkpoint.manager import CheckpointManager
@@ -182,6 +182,8 @@ def build(job: Job, ranks: Ranks) -> Run:
     if ranks.rank == 0:
         (directory / "config.toml").write_text(to_toml(job))
         tokenizer.save(directory / "tokenizer")
+        if job.checkpoint.load is None:
+            keep_token_ids(tokenizer.eos_id, tokenizer.bos_id, directory / "hub")
     return Run(
         job=job,
         ranks=ranks,
