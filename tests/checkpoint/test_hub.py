@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.support import REPOSITORY
 from titan_nemotron import load_model
-from titan_nemotron.checkpoint.convert import convert
+from titan_nemotron.checkpoint.config import CheckpointConfig
+from titan_nemotron.checkpoint.convert import convert, export, keep_token_ids
 from titan_nemotron.checkpoint.hub_files import INDEX, HubFiles, write_hub_directory
 from titan_nemotron.checkpoint.load import hub_tensors, load_weights
+from titan_nemotron.checkpoint.manager import CheckpointManager
 from titan_nemotron.errors import UserError
 from titan_nemotron.models.layers.init import initialize, tensors_by_name
 from titan_nemotron.models.nemotron3 import FAMILY
@@ -262,6 +265,39 @@ def test_loaded_values_survive_another_initialisation_of_nothing(tmp_path: Path)
         slot = slots[name]
         ours = state[slot.parameter] if slot.expert is None else state[slot.parameter][slot.expert]
         assert torch.equal(ours, tensor), name
+
+
+def test_checkpoints_of_a_run_load_and_export_by_the_newest(tmp_path: Path) -> None:
+    """A folder of a run means its newest checkpoint; what belongs beside the weights is found in hub/ and tokenizer/."""
+    run, manager = tmp_path / "run", CheckpointManager(tmp_path / "run" / "checkpoints", CheckpointConfig())
+    for step in (1, 2):
+        model = built(seed=step)
+        job = tomli_w.dumps({"model": {"config": SMALL}})
+        manager.save(step, model, torch.optim.AdamW(model.parameters()), {}, job)
+    manager.close()
+    keep_token_ids(3, None, run / "hub")
+    (run / "tokenizer").mkdir()
+    (run / "tokenizer" / "tokenizer.json").write_text("{}")
+
+    ids = tokens(1, 9)
+    with torch.no_grad():
+        expected = model(ids)
+        assert torch.equal(load_model(run)(ids), expected)
+        assert torch.equal(load_model(run / "checkpoints" / "step-2")(ids), expected)
+        assert not torch.equal(load_model(run / "checkpoints" / "step-1")(ids), expected)
+        convert(run, tmp_path / "hf")
+        assert torch.equal(load_model(tmp_path / "hf")(ids), expected)
+    export(model, FAMILY, model.config, run, tmp_path / "exported")
+    assert_same_files(tmp_path / "hf", tmp_path / "exported")
+    names = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    config = HubFiles(tmp_path / "hf").config
+    assert config == HubFiles(tmp_path / "exported").config
+    assert (config["eos_token_id"], config["bos_token_id"]) == (3, None)
+
+    (run / "checkpoints" / "step-2" / "config.toml").unlink()
+    with pytest.raises(UserError, match=r"config\.toml: cannot read it"):
+        load_model(run)
 
 
 # The other side: transformers itself.
