@@ -24,9 +24,10 @@ case "$*" in
         case "${PIP_DOES:-}" in
             fail) echo "ERROR: No matching distribution"; exit 1 ;;
             die) kill -KILL $PPID $$ ;;
-            slow) sleep 1 ;;
+            slow) sleep 0.3 ;;
         esac ;;
-    "-c"*find_spec*) [[ -z "${KERNELS_FAIL:-}" ]] ;;
+    "-c"*mamba_ssm*) exit 1 ;;
+    "-c"*find_spec*) ;;
     "-c"*torch*) echo "2.13.0" ;;
     "-c"*) echo "$0" ;;
     *) echo "training: $*" ;;
@@ -121,6 +122,19 @@ def test_a_moved_repository_gets_a_new_environment(start, tmp_path):
     start.calls, start.python = start.folder / "calls", start.folder / "python"
     status, _, calls = start()
     assert (status, calls[0]) == (0, "venv")
+
+
+def test_a_kernel_package_that_does_not_install_is_reported_and_no_more(start):
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "source tools/setup_venv.sh; setup_venv tests; setup_venv train"],
+        cwd=start.folder,
+        env=os.environ | {"PYTHON": str(start.python), "CALLS": str(start.calls)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "causal-conv1d yes, mamba-ssm no (.venv/install-mamba_ssm.log says why)" in done.stdout
+    assert start.calls.read_text().count("[data,hf,test,lowp]") == 1, "the tests' environment serves training too"
 
 
 @pytest.mark.skipif(not shutil.which("flock"), reason="there is no flock on this machine")

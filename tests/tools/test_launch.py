@@ -1,0 +1,74 @@
+"""tools/launch.py: what a person sees when several processes end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import REPOSITORY
+
+TRAINER = """
+import os, pathlib, signal, sys, time
+rank, what = os.environ["RANK"], sys.argv[1]
+if what == "mistake":
+    if rank == "0":
+        print("error: training.steps = 0: give 1 or more", file=sys.stderr)
+    time.sleep(0.5)
+    sys.exit(2)
+if what == "crash" and rank == "1":
+    sys.exit(7)
+if what == "killed" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "stop":
+    def save(number, frame):
+        time.sleep(1)
+        print("saved", flush=True)
+        sys.exit(128 + number)
+    signal.signal(signal.SIGTERM, save)
+if what != "done":
+    pathlib.Path(f"ready-{rank}").touch()
+    time.sleep(60)
+"""
+
+
+def launch(folder: Path, what: str) -> subprocess.Popen[str]:
+    (folder / "trainer.py").write_text(TRAINER)
+    command = [sys.executable, REPOSITORY / "tools" / "launch.py", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*command, "-m", "trainer", what],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "what, status, message",
+    [
+        ("done", 0, ""),
+        ("mistake", 2, "error: training.steps = 0: give 1 or more\n"),
+        ("crash", 7, "Rank 1 ended with exit status 7; the others were stopped.\n"),
+        ("killed", 137, "Rank 1 ended with SIGKILL; the others were stopped.\n"),
+    ],
+)
+def test_the_first_failure_is_the_exit_status_and_no_table_follows(tmp_path, what, status, message):
+    process = launch(tmp_path, what)
+    assert process.communicate(timeout=120)[1] == message
+    assert process.returncode == status
+
+
+def test_a_signal_reaches_the_trainers_and_they_may_finish(tmp_path):
+    process = launch(tmp_path, "stop")
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=120)
+    assert (output, errors) == ("saved\nsaved\n", "")
+    assert process.returncode == 128 + signal.SIGTERM
