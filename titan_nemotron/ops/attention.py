@@ -84,7 +84,7 @@ def _mask(document_ids_BL: Tensor, window: int | None) -> Tensor:
 # --- CPU: one causal call a document, five times faster than a mask over the row
 #
 # The calls are hidden in custom operators that take tensors alone, so that a compiled block does not depend on how the
-# row is packed. The row is seen as T = B * L tokens, in which a segment of cu_seqlens never crosses two rows.
+# rows are packed. These are seen as T = B * L tokens.
 
 
 def _by_documents(
@@ -93,21 +93,27 @@ def _by_documents(
     size, size_v = q_BLHD.shape[-1], v_BLKD.shape[-1]
     # The fused kernel wants one head size; zeros change neither a score nor an output that is kept.
     q, k, v = (F.pad(tensor, (0, max(size, size_v) - tensor.shape[-1])) for tensor in (q_BLHD, k_BLKD, v_BLKD))
-    out, _ = _documents_forward(q, k, v, layout.cu_seqlens, layout.document_ids, scale, window)
+    out, _ = _documents_forward(q, k, v, layout.document_ids, scale, window)
     return out[..., :size_v] if size > size_v else out
 
 
-def _calls(cu_seqlens: Tensor, document_ids: Tensor, window: int | None) -> list[tuple[int, int, int]]:
+def _segments(document_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Start of every run of one document or of padding, and whether it is padding."""
+    first = torch.ones_like(document_ids_BL, dtype=torch.bool)
+    first[:, 1:] = document_ids_BL[:, 1:] != document_ids_BL[:, :-1]
+    starts = first.flatten().nonzero()[:, 0]
+    return starts, document_ids_BL.flatten()[starts] < 0
+
+
+def _calls(document_ids_BL: Tensor, window: int | None) -> list[tuple[int, int, int]]:
     """(first key, first query, end) of each call over the flattened tokens; padding is in none.
 
     The keys of a call are those from the first key to the end. Without a window, or in a document that it covers, keys
     and queries are the document; else the queries of a longer document come in blocks of the window's size.
     """
-    starts = cu_seqlens.tolist()
-    ids = document_ids.flatten()
-    padding = (ids[cu_seqlens[:-1].long()] < 0).tolist()
+    starts, padding = (tensor.tolist() for tensor in _segments(document_ids_BL))
     calls = []
-    for start, end, skip in zip(starts[:-1], starts[1:], padding):
+    for start, end, skip in zip(starts, [*starts[1:], document_ids_BL.numel()], padding):
         block = end - start if window is None or end - start <= window + 1 else max(window, 64)
         for first in range(start, end, block) if not skip else ():
             key = start if window is None else max(start, first - window)
@@ -126,12 +132,14 @@ def _call_mask(call: tuple[int, int, int], window: int | None, like: Tensor) -> 
     return torch.zeros(end - first, end - key, dtype=like.dtype).masked_fill((k > q) | (q - k > window), -torch.inf)
 
 
-def _whole_rows(cu_seqlens: Tensor, document_ids: Tensor, window: int | None) -> int | None:
-    """The common length of all segments when one batched causal call does for all of them."""
-    lengths = cu_seqlens.diff()
-    if lengths.numel() == 0 or bool((lengths != lengths[0]).any()) or bool((document_ids < 0).any()):
+def _common_length(document_ids_BL: Tensor, window: int | None) -> int | None:
+    """The length of all documents when one batched causal call does for all of them."""
+    starts, padding = _segments(document_ids_BL)
+    if starts.numel() == 0 or bool(padding.any()):
         return None
-    length = int(lengths[0])
+    length = document_ids_BL.numel() // starts.numel()
+    if bool((starts != length * torch.arange(starts.numel())).any()):
+        return None
     return length if window is None or length <= window + 1 else None
 
 
@@ -141,11 +149,11 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @torch.library.custom_op("titan_nemotron::document_attention", mutates_args=())
 def _documents_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, document_ids: Tensor, scale: float, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, document_ids_BL: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """out [B, L, H, D] and the log-sum-exp of the scores [T, H]."""
     num_heads = q.shape[2]
-    length = _whole_rows(cu_seqlens, document_ids, window)
+    length = _common_length(document_ids_BL, window)
     if length is not None:
         batch = (tensor.reshape(-1, length, *tensor.shape[2:]).transpose(1, 2) for tensor in (q, k, v))
         out, lse = _flash(*batch, 0.0, True, scale=scale)
@@ -153,7 +161,7 @@ def _documents_forward(
     out = q.new_zeros(q.shape)
     q, k, v, out_THD = (tensor.reshape(-1, *tensor.shape[2:]) for tensor in (q, k, v, out))
     lse_TH = torch.zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    for call in _calls(cu_seqlens, document_ids, window):
+    for call in _calls(document_ids_BL, window):
         _, first, end = call
         mask = _call_mask(call, window, q)
         part, lse = _flash(*_heads_first(q, k, v, call), 0.0, mask is None, attn_mask=mask, scale=scale)
@@ -176,12 +184,11 @@ def _documents_backward(
     v: Tensor,
     out: Tensor,
     lse_TH: Tensor,
-    cu_seqlens: Tensor,
-    document_ids: Tensor,
+    document_ids_BL: Tensor,
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    length = _whole_rows(cu_seqlens, document_ids, window)
+    length = _common_length(document_ids_BL, window)
     if length is not None:
         batch = (tensor.reshape(-1, length, *tensor.shape[2:]).transpose(1, 2) for tensor in (grad, q, k, v, out))
         lse = lse_TH.reshape(-1, length, lse_TH.shape[1]).transpose(1, 2).contiguous()
@@ -190,7 +197,7 @@ def _documents_backward(
     grads = tuple(torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
     dq, dk, dv = (tensor.flatten(0, 1) for tensor in grads)
     grad, q, k, v, out = (tensor.reshape(-1, *tensor.shape[2:]) for tensor in (grad, q, k, v, out))
-    for call in _calls(cu_seqlens, document_ids, window):
+    for call in _calls(document_ids_BL, window):
         key, first, end = call
         mask = _call_mask(call, window, q)
         above, saved = (tensor[first:end].transpose(0, 1)[None] for tensor in (grad, out))
@@ -205,7 +212,7 @@ def _documents_backward(
 
 @_documents_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, document_ids: Tensor, scale: float, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, document_ids_BL: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(q.shape), lse
@@ -217,14 +224,14 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, document_ids, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, document_ids)
+    q, k, v, document_ids_BL, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, *output, document_ids_BL)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = _documents_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
-    return *grads, None, None, None, None
+    return *grads, None, None, None
 
 
 _documents_forward.register_autograd(_gradients, setup_context=_keep)
@@ -262,10 +269,9 @@ def _block_mask(layout: DocumentLayout, window: int | None, block: int = 128) ->
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    num_rows, length = layout.document_ids.shape
-    device = layout.document_ids.device
-    index = torch.arange(num_rows * length, device=device, dtype=torch.int32)
-    segment_BL = torch.searchsorted(layout.cu_seqlens, index, right=True, out_int32=True).view(num_rows, length)
+    ids_BL = layout.document_ids
+    length, device = ids_BL.shape[1], ids_BL.device
+    segment_BL = F.pad(ids_BL.diff(dim=1) != 0, (1, 0)).cumsum(1, dtype=torch.int32)
 
     def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         inside = (segment_BL[b, q] == segment_BL[b, k]) & (q >= k)
@@ -276,6 +282,7 @@ def _block_mask(layout: DocumentLayout, window: int | None, block: int = 128) ->
     first, last = segment_BL[:, starts], segment_BL[:, ends]
     some = (starts[:, None] >= starts) & (last[:, None, :] >= first[:, :, None])
     every = (starts[:, None] > starts) & (first[:, None, :] == last[:, :, None])
+    every &= (ends - starts == block - 1)[:, None]  # torch counts what lies beyond the row as masked
     if window is not None:
         some &= starts[:, None] - ends <= window
         every &= ends[:, None] - starts <= window

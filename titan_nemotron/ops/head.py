@@ -115,6 +115,9 @@ class _LinearLogprobs(torch.autograd.Function):
 # On a CPU everything is computed in fp32. On a GPU bf16 hidden states meet a bf16 copy of the weight with fp32 logits
 # and fp32 sums.
 
+ROWS = {"cpu": 256, "cuda": 1024}  # tokens of a chunk: enough to keep the matrix products busy
+CACHE = 2**21  # logits that a CPU's cache holds: smaller vocabularies have larger chunks
+
 
 def _operand_dtype(h: Tensor) -> torch.dtype:
     half = h.device.type == "cuda" and h.dtype in (torch.bfloat16, torch.float16)
@@ -124,8 +127,7 @@ def _operand_dtype(h: Tensor) -> torch.dtype:
 def _chunks(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """(places, hidden states, logits, targets) of the scored tokens; the logits are overwritten by the next chunk's."""
     places_T = (targets_T != IGNORED).nonzero()[:, 0]
-    # Enough rows to keep the matrix products busy, few enough to stay in a cache where the vocabulary allows it.
-    rows = 1024 if h_TD.device.type == "cuda" else max(256, 2**21 // len(w_VD))
+    rows = max(ROWS[h_TD.device.type], CACHE // len(w_VD))
     buffer = h_TD.new_empty(min(rows, len(places_T)), len(w_VD), dtype=torch.float32)
     for places_C in places_T.split(rows):
         h_CD = h_TD.index_select(0, places_C).to(w_VD.dtype)
@@ -142,7 +144,7 @@ def _logprobs(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor, temperature: float)
     """Log-probabilities and entropies."""
     logprobs, entropy = (h_TD.new_zeros(len(h_TD), dtype=torch.float32) for _ in range(2))
     for places_C, _, logits_CV, targets_C in _chunks(h_TD, w_VD.to(_operand_dtype(h_TD)), targets_T):
-        parts = len(places_C) if h_TD.device.type == "cuda" else max(1, 2**21 // len(w_VD))
+        parts = len(places_C) if h_TD.device.type == "cuda" else max(1, CACHE // len(w_VD))
         for place, x, target in zip(places_C.split(parts), logits_CV.split(parts), targets_C.split(parts)):
             x.div_(temperature) if temperature != 1 else x
             x.sub_(x.amax(1, keepdim=True))

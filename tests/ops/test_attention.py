@@ -1,0 +1,192 @@
+"""Attention: the definition in fp64, one call a document against it, documents, windows, padding, the GPU's block mask."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from titan_nemotron.layout import DocumentLayout
+from titan_nemotron.ops import attention as ops
+from titan_nemotron.ops.attention import attention, cached_attention
+
+# Segments of a row, in tokens; negative is padding.
+segments = st.lists(st.integers(-4, 40).filter(bool), min_size=1, max_size=5)
+
+
+def layout_of(*rows: list[int]) -> DocumentLayout:
+    length = max(sum(map(abs, row)) for row in rows)
+    ids = torch.full((len(rows), length), -1)
+    for index, row in enumerate(rows):
+        start = 0
+        for document, size in enumerate(row):
+            ids[index, start : start + abs(size)] = document if size > 0 else -1
+            start += abs(size)
+    return DocumentLayout.from_document_ids(ids)
+
+
+def inputs(seed: int, layout: DocumentLayout, groups: int, repeat: int, size: int, size_v: int) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    shape = layout.document_ids.shape
+    heads = ((groups * repeat, size), (groups, size), (groups, size_v))
+    return [torch.randn(*shape, *head, generator=random, dtype=torch.float64).requires_grad_() for head in heads]
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, layout: DocumentLayout, scale: float, window: int | None) -> Tensor:
+    """Position by position."""
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    k, v = (tensor.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for tensor in (k, v))
+    for row, ids in enumerate(layout.document_ids.tolist()):
+        for i, document in enumerate(ids):
+            if document < 0:
+                continue
+            seen = [j for j in range(i + 1) if ids[j] == document and (window is None or i - j <= window)]
+            weights = torch.softmax(scale * torch.einsum("hd,jhd->hj", q[row, i], k[row, seen]), -1)
+            out[row, i] = torch.einsum("hj,jhd->hd", weights, v[row, seen])
+    return out
+
+
+def with_gradients(run, leaves: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+    out = run(*leaves)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
+
+
+def test_the_reference_has_the_right_values_and_derivatives():
+    layout = layout_of([3, -1, 2], [1, 5])
+    leaves = inputs(0, layout, 2, 2, 3, 4)
+    for window in (None, 1):
+        run = lambda *qkv: attention(*qkv, layout, scale=0.7, window=window)  # noqa: E731
+        torch.testing.assert_close(run(*leaves), by_definition(*leaves, layout, 0.7, window))
+        assert torch.autograd.gradcheck(run, leaves)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    rows=st.lists(segments, min_size=1, max_size=3),
+    groups=st.integers(1, 2),
+    repeat=st.integers(1, 3),
+    sizes=st.sampled_from([(8, 8), (8, 5), (5, 8)]),
+    window=st.sampled_from([None, 0, 1, 7, 30, 1000]),
+)
+def test_one_call_a_document_equals_the_mask(seed, rows, groups, repeat, sizes, window):
+    layout = layout_of(*rows)
+    leaves = inputs(seed, layout, groups, repeat, *sizes)
+    run = lambda *qkv: attention(*qkv, layout, scale=0.5, window=window)  # noqa: E731
+    for actual, expected in zip(with_gradients(run, leaves, torch.float32), with_gradients(run, leaves, torch.float64)):
+        torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_a_window_in_a_long_document():
+    """Several blocks of queries, each looking back beyond its own."""
+    layout = layout_of([333, 7, 200], [540])
+    leaves = inputs(0, layout, 1, 2, 8, 8)
+    for window in (63, 64, 100, 300):
+        run = lambda *qkv: attention(*qkv, layout, scale=0.5, window=window)  # noqa: E731
+        pairs = zip(with_gradients(run, leaves, torch.float32), with_gradients(run, leaves, torch.float64))
+        for actual, expected in pairs:
+            torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [([6, 7, -2],), ([5, 5], [10]), ([-3, 12],)])
+def test_nothing_crosses_a_boundary_and_padding_is_zero(rows):
+    layout = layout_of(*rows)
+    q, k, v = (leaf.detach().float().requires_grad_() for leaf in inputs(0, layout, 1, 2, 8, 8))
+    out = attention(q, k, v, layout, scale=0.5)
+    assert not out[~layout.valid].any()
+    own = (layout.document_ids == 0) & (torch.arange(len(rows)) == 0)[:, None]
+    for grad in torch.autograd.grad(out[own].square().sum(), (q, k, v)):
+        assert grad[own].any() and not grad[~own].any()
+    # what padding holds does not matter, not even when it is not a number
+    spoiled = [tensor.detach().masked_fill(~layout.valid[..., None, None], torch.nan) for tensor in (q, k, v)]
+    assert torch.equal(attention(*spoiled, layout, scale=0.5), out)
+
+
+def test_large_scores_are_safe():
+    layout = layout_of([9, 4, -3])
+    leaves = [leaf * 1e4 for leaf in inputs(0, layout, 2, 1, 8, 8)]
+    for tensor in with_gradients(lambda *qkv: attention(*qkv, layout, scale=1.0), leaves, torch.float32):
+        assert tensor.isfinite().all()
+
+
+def test_bf16():
+    layout = layout_of([9, 30, -3])
+    leaves = [leaf.detach().bfloat16() for leaf in inputs(0, layout, 2, 2, 8, 8)]
+    run = lambda *qkv: attention(*qkv, layout, scale=0.5)  # noqa: E731
+    pairs = zip(with_gradients(run, leaves, torch.bfloat16), with_gradients(run, leaves, torch.float64))
+    for actual, expected in pairs:
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.double(), expected, atol=0.05, rtol=0.05)
+
+
+def test_compiled_once_for_every_packing():
+    compiled = torch.compile(
+        lambda q, k, v, layout: attention(q, k, v, layout, scale=0.5), fullgraph=True, backend="aot_eager"
+    )
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for row in ([20], [3, 17], [5, 5, 5, -5]):
+            layout = layout_of(row)
+            leaves = inputs(0, layout, 1, 2, 8, 8)
+            expected = with_gradients(lambda *qkv: attention(*qkv, layout, scale=0.5), leaves, torch.float32)
+            actual = with_gradients(lambda *qkv: compiled(*qkv, layout), leaves, torch.float32)
+            torch.testing.assert_close(actual, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.lists(segments, min_size=1, max_size=2), window=st.sampled_from([None, 0, 5, 17, 64]))
+def test_the_block_mask_is_the_mask(rows, window):
+    """Blocks are called empty, partial or full exactly as torch finds by looking at every pair of positions."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    layout = layout_of(*rows)
+    shape = layout.document_ids.shape
+    ours = ops._block_mask(layout, window, block=16)
+    theirs = create_block_mask(ours.mask_mod, shape[0], None, shape[1], shape[1], device="cpu", BLOCK_SIZE=16)
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 5])
+def test_flex_attention_with_our_block_mask(window, monkeypatch):
+    """Forward only: torch refuses its backward on a CPU."""
+    monkeypatch.setattr(ops, "_compiled_flex_attention", ops._flex_attention)
+    layout = layout_of([150, -4, 100, 3], [257])
+    q, k, v = (leaf.detach().float() for leaf in inputs(0, layout, 2, 2, 16, 16))
+    for _ in range(2):  # the second time with the mask that was kept
+        out = ops._flex(q, k, v, layout, 0.5, window)
+        torch.testing.assert_close(out, ops._reference(q, k, v, layout, 0.5, window), atol=2e-6, rtol=1e-5)
+    assert ("block mask", window) in layout.derived
+
+
+@torch.no_grad()
+def test_flex_attention_inside_a_compiled_block(monkeypatch):
+    """Two graphs: the block that makes the mask, and those that find it."""
+    monkeypatch.setattr(ops, "chosen", lambda op, tensor: "flex")
+    run = lambda q, k, v, layout: attention(q, k, v, layout, scale=0.5)  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for row in ([150, -4, 103], [257], [10, 100, 147]):
+            layout = layout_of(row)
+            q, k, v = (leaf.detach().float() for leaf in inputs(0, layout, 2, 2, 16, 16))
+            for _ in range(2):
+                out = compiled(q, k, v, layout)
+                torch.testing.assert_close(out, ops._reference(q, k, v, layout, 0.5, None), atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_new_queries_over_cached_keys(new):
+    random = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
+    q, k, v = draw(3, new, 6, 8), draw(3, 11, 2, 8), draw(3, 11, 2, 8)
+    mask = torch.arange(11) <= torch.tensor([4, 0, 7])[:, None, None] + torch.arange(new)[:, None]
+    mask[1, 0] = False
+    out = cached_attention(q, k, v, mask, scale=0.3)
+    k, v = (tensor.repeat_interleave(3, dim=2) for tensor in (k, v))
+    scores = torch.einsum("blhd,bshd->bhls", q, k) * 0.3
+    weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1).nan_to_num(0)
+    torch.testing.assert_close(out, torch.einsum("bhls,bshd->blhd", weights, v))
+    assert not out[1, 0].any()
