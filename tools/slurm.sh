@@ -1,40 +1,31 @@
 #!/usr/bin/env bash
 # One job on several machines:  sbatch --nodes 4 tools/slurm.sh train_configs/JOB.toml [--table.key value ...]
-# Submit it from the repository's folder, which all machines see under the same path, after a ./run_train.sh has made
-# .venv there on such a machine. Change the #SBATCH lines to what your cluster has, or override them: sbatch --nodes 16 ...
+# Submit it from the repository's folder, which all machines must see under the same path (or sync first), after one
+# ./run_train.sh there has created .venv. Change or override the #SBATCH lines to what your cluster is.
 #SBATCH --job-name=titan_nemotron
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
-#SBATCH --output=slurm-%j.txt
-# Five minutes before its time is up the trainer is told; it saves, and the job queues again and resumes from there.
-#SBATCH --signal=TERM@300
+#SBATCH --output=outputs/slurm-%j.txt
+# Slurm tells the trainer two minutes before the time is up; it saves a checkpoint, and the job queues again.
+#SBATCH --signal=TERM@120
 #SBATCH --requeue
-#SBATCH --open-mode=append
 set -euo pipefail
 
 if (($# == 0)); then
     echo "Usage: sbatch --nodes N tools/slurm.sh CONFIG.toml [--table.key value ...]" >&2
     exit 2
 fi
-gpus="${SLURM_GPUS_ON_NODE:-1}"
-# The first machine hosts the rendezvous. The port follows from the job, so that two jobs on it do not meet.
+processes="${SLURM_GPUS_ON_NODE:-1}"
+# The first machine of the job hosts the rendezvous; the port follows from the job, so that two jobs do not meet.
 first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 port=$((20000 + SLURM_JOB_ID % 20000))
-cores="${SLURM_CPUS_PER_TASK:-$gpus}"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > gpus ? cores / gpus : 1))}"
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280 # seconds to save in, within the five minutes above
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((${SLURM_CPUS_PER_TASK:-8} / processes))}"
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110   # how long the trainer may take to save after the signal
 
-status=0
-# torchrun with the trainer's own messages and exit status; `.venv/bin/torchrun` in its place works as well.
-# When one machine has ended, the others have a minute to end too: not killed at once, for one may be finishing a save.
-srun --cpus-per-task "$cores" --kill-on-bad-exit=0 --wait=60 .venv/bin/python tools/launch.py \
-    --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$gpus" \
+exec srun --kill-on-bad-exit=1 .venv/bin/torchrun \
+    --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$processes" \
     --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first:$port" \
-    -m titan_nemotron.train --config "$@" || status=$?
-if ((status == 128 + 15)); then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$status"
+    -m titan_nemotron.train --config "$@"

@@ -5,9 +5,11 @@ Exit statuses are those of train/health.py; a mistake of the user's is told once
 
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from pydantic import Field
 
@@ -33,8 +35,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m titan_ne
     try:
         options, rest = split(TrainOptions, Job, list(sys.argv[1:] if arguments is None else arguments), prog)
         job = load(Job, options.config, rest, prog)
+        job.check_ranks(int(os.environ.get("WORLD_SIZE", "1")))
     except UserError as error:
-        return say(error, MISTAKE) if rank_zero else MISTAKE
+        if rank_zero:
+            print(as_errors(error), file=sys.stderr)
+        return MISTAKE
     return run(job, options.dry_run)
 
 
@@ -56,32 +61,30 @@ def run(job: Job, dry_run: bool = False) -> int:
         ranks.close()
         return 0
     except Stopped as stopped:
-        ended: Exception = stopped
-        status = stopped.status
+        text, status = str(stopped), stopped.status
     except UserError as error:
-        ended, status = error, MISTAKE
+        text, status = as_errors(error), MISTAKE
     except Exception as error:
-        lost = ranks.watchdog.explain(error) if ranks is not None else None
-        if lost is None:
-            raise
-        ended, status = lost, lost.status
-    if ranks is None or ranks.first_to_say(str(ended)):
-        say(ended, status)
+        if ranks is not None:
+            ranks.watchdog.end_if_lost(error)
+        raise
+    if ranks is None:
+        print(text, file=sys.stderr)
+    else:
+        ranks.watchdog.say_once(text)
     return status
 
 
-def say(error: Exception, status: int) -> int:
-    prefix = "" if status > 128 else "error: "
-    for line in str(error).splitlines():
-        print(f"{prefix}{line}", file=sys.stderr)
-    return status
+def as_errors(error: UserError) -> str:
+    return "\n".join(f"error: {line}" for line in str(error).splitlines())
 
 
-if __name__ == "__main__":
+def enter(arguments: Sequence[str] | None = None) -> NoReturn:
+    """`main` for a process of its own: ends it with the exit status."""
     try:
-        status = main()
+        status = main(arguments)
     except KeyboardInterrupt:
-        status = 130
+        status = 128 + signal.SIGINT
     except Exception:
         traceback.print_exc()
         status = 1
@@ -90,3 +93,8 @@ if __name__ == "__main__":
     if status:
         # Threads that write a checkpoint or wait for another rank must not keep a failed process alive.
         os._exit(status)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    enter()

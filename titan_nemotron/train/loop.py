@@ -43,7 +43,7 @@ def train(job: Job, ranks: Ranks) -> None:
             ranks.watchdog.phase(f"step {step}, computing")
             rate = learning_rate(job.schedule, job.optimizer.learning_rate, step, last)
             with profiled(run, step):
-                result = train_step(run.model, run.optimizer, batches, rate, run.settings)
+                result = train_step(run.model, run.optimizer, ranks.watchdog.each(batches), rate, run.settings)
             progress = progress.after(result)
             nonfinite_in_a_row = nonfinite_in_a_row + 1 if result.skipped else 0
             if not result.skipped:
@@ -121,7 +121,7 @@ def validated(run: Run, step: int) -> Validation:
 def not_finite(run: Run, safe: Position, in_a_row: int) -> str:
     step = safe.progress.step
     return (
-        f"the loss or gradient was not finite in {in_a_row} steps in a row ([training] max_nonfinite_steps); "
+        f"error: the loss or gradient was not finite in {in_a_row} steps in a row ([training] max_nonfinite_steps); "
         f"{run.directory}/checkpoints/step-{step} is from before them: start again with a lower learning rate, or other data"
     )
 

@@ -38,7 +38,6 @@ def describe(job: Job, size: ModelSize, ranks: Ranks) -> list[str]:
 
 def dry_run(job: Job, ranks: Ranks) -> list[str]:
     """Check what can be checked without data and memory, and say what a run would do. Raises UserError."""
-    job.check_ranks(ranks.num_ranks)
     kernels.configure(job.kernels)
     _, model = build_model(job)
     size = model_size(model, job.training.sequence_length)

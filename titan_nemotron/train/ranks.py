@@ -1,6 +1,5 @@
-"""The processes of a run, and what they decide together."""
+"""This process among the others of a run, and what they decide together."""
 
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,11 +15,6 @@ from titan_nemotron.train.watchdog import Watchdog
 T = TypeVar("T")
 
 
-def is_rank_zero() -> bool:
-    """Also before the process group exists."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 class Ranks:
     """This process among the others: device, mesh, a process group for small things on the CPU, and the watchdog."""
 
@@ -32,6 +26,7 @@ class Ranks:
         self.group = dist.new_group(backend="gloo")
         self.saving_group = dist.new_group(backend="gloo")  # saving goes on in the background
         self.watchdog = Watchdog(parallel.timeout_seconds)
+        self.agree(0)  # nobody goes on, or leaves, before everybody is here
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, on every rank."""
@@ -59,10 +54,6 @@ class Ranks:
         largest = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return [int(value) for value in largest]
-
-    def first_to_say(self, text: str) -> bool:
-        """Whether no other rank has said this: a message that all ranks have is printed once."""
-        return bool(self.watchdog.store.add(text, 1) == 1)
 
     def close(self) -> None:
         self.watchdog.close()

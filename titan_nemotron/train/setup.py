@@ -157,7 +157,6 @@ def with_whole_model(job: Job) -> Job:
 def build(job: Job, ranks: Ranks) -> Run:
     """Everything before the first step but the state of a resumed run. Raises UserError, on all ranks together."""
     job = with_whole_model(job)
-    job.check_ranks(ranks.num_ranks)
     ranks.together(lambda: kernels.configure(job.kernels))
     directory = Path(job.job.output_directory) / job.job.name
     lock = ranks.together(lambda: lock_directory(directory) if ranks.rank == 0 else None)

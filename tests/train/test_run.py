@@ -1,0 +1,125 @@
+"""A run from start to end: what it writes, prints and refuses."""
+
+import json
+import math
+import tomllib
+from pathlib import Path
+
+import torch
+
+from tests.train.launch import Launcher, checkpoint_tensors, records
+from titan_nemotron import load_model
+from titan_nemotron.checkpoint.manager import complete_steps
+from titan_nemotron.config import load
+from titan_nemotron.train.job import Job
+
+
+def test_files_of_a_run(finished: Path) -> None:
+    names = {path.name for path in finished.iterdir()} - {".lock"}
+    assert names == {"config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "tokenizer", "hub", "hf"}
+    assert complete_steps(finished / "checkpoints") == [10, 12]
+    job = load(Job, finished / "config.toml", [])
+    assert job.training.steps == 12
+    written = tomllib.loads((finished / "config.toml").read_text())
+    assert written["model"]["config"]["conv_kernel"] == 4  # a default of the family
+    assert written["optimizer"]["learning_rate"] == job.optimizer.learning_rate
+
+
+def test_records(finished: Path) -> None:
+    lines = records(finished)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["tokens"] for line in lines] == [4 * 32 * step for step in range(1, 13)]
+    for line in lines:
+        assert all(math.isfinite(line[key]) for key in ("loss", "grad_norm", "lr", "tokens_per_second", "data_wait"))
+        assert len(line["mtp_losses"]) == 2
+        assert line["expert_load"].keys() == {"layers.1", "mtp.0.layers.1", "mtp.1.layers.1"}
+        assert all(low <= middle <= high for low, middle, high in line["expert_load"].values())
+        assert ("bits_per_byte" in line) == (line["step"] % 4 == 0)
+    assert abs(lines[0]["loss"] - math.log(300)) < 0.2
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    # nats a target and bits a byte tell the same loss: a target stands for one to a few bytes
+    assert 1 <= lines[-1]["validation_loss"] / math.log(2) / lines[-1]["bits_per_byte"] < 8
+    assert list((finished / "tensorboard").glob("events*"))
+
+
+def test_export_is_the_trained_model(finished: Path) -> None:
+    exported = load_model(finished / "hf").state_dict()
+    trained = checkpoint_tensors(finished / "checkpoints" / "step-12")
+    assert all(torch.equal(value, trained[f"model.{name}"]) for name, value in exported.items())
+    assert (finished / "hf" / "tokenizer.json").is_file()
+
+
+def test_what_it_prints(finished: Path, launcher: Launcher) -> None:
+    text = (launcher.directory / "finished.txt").read_text()
+    lines = text.splitlines()
+    header = next(index for index, line in enumerate(lines) if line.split()[:2] == ["step", "loss"])
+    assert [line.split()[0] for line in lines[header + 1 : header + 5]] == ["1", "2", "3", "4"]
+    assert all(len(line) <= 80 for line in lines[header : header + 5])
+    assert lines[header].split() == ["step", "loss", "mtp0", "mtp1", "gnorm", "lr", "tok/s", "mem", "left"]
+    summary = text[text.index("done:") :]
+    for word in ("first", "last", "bits per byte", "tokens per second", "outputs", "completion"):
+        assert word in summary
+
+
+def test_a_finished_run_only_reports(finished: Path, launcher: Launcher) -> None:
+    before = (finished / "metrics.jsonl").read_text()
+    text = launcher.run("--job.name", "finished", "--training.validation_interval", "4").text
+    assert "nothing left to train" in text
+    assert "bits per byte" in text
+    assert (finished / "metrics.jsonl").read_text() == before
+
+
+def test_validation_and_profiling_change_nothing(finished: Path, launcher: Launcher) -> None:
+    """Neither weights nor router biases; a run without any validation ends bitwise the same."""
+    launcher.run("--job.name", "unvalidated", "--training.validation_rows", "0", "--metrics.profile", "2", "3")
+    first, second = (
+        checkpoint_tensors(path / "checkpoints" / "step-12") for path in (finished, launcher.of("unvalidated"))
+    )
+    traces = {path.name for path in (launcher.of("unvalidated") / "profile").iterdir()}
+    assert traces == {"step-2.json.gz", "step-3.json.gz"}
+    assert any("correction_bias" in name and value.any() for name, value in first.items())
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_starts_from_trained_weights(finished: Path, launcher: Launcher) -> None:
+    """From a Hugging Face directory and from a checkpoint of another run: the same first loss, near the last one."""
+    sources = {"from_hf": finished / "hf", "from_ours": finished / "checkpoints" / "step-12"}
+    for name, source in sources.items():
+        flags = ["--job.name", name, "--checkpoint.load", str(source), "--training.steps", "1"]
+        launcher.run(*flags, "--data.tokenizer", str(finished / "tokenizer"))
+    losses = [records(launcher.of(name))[0]["loss"] for name in sources]
+    assert losses[0] == losses[1]
+    assert abs(losses[0] - records(finished)[-1]["validation_loss"]) < 0.2
+
+
+def test_dry_run(launcher: Launcher) -> None:
+    text = launcher.run("--job.name", "dry", "--dry-run", "--model.flavor", "debug").text
+    assert not launcher.of("dry").exists()
+    for part in ("parameters", "active", "mesh: shard 1", "tokens a step", "FLOPs a token", "no decay", "kernels: "):
+        assert part in text
+
+
+def test_mistakes_are_told_once_and_all_ranks_end(launcher: Launcher) -> None:
+    launch = launcher("--training.steps", "-1", "--job.nmae", "x", ranks=2)
+    assert launch.wait() == [2, 2]
+    assert len(launch.text.splitlines()) == 2, launch.text
+    assert "training.steps" in launch.text
+    assert "did you mean" in launch.text
+    for flag in ("--training.global_batch_size=3", "--checkpoint.load=/nowhere"):
+        launch = launcher("--job.name", "mistaken", flag, ranks=2)
+        assert launch.wait() == [2, 2], launch.text
+        assert launch.text.startswith("error: ")
+        assert len(launch.text.splitlines()) == 1, launch.text
+
+
+def test_a_directory_that_cannot_be_written(launcher: Launcher) -> None:
+    launch = launcher("--job.output_directory", str(launcher.job / "below_a_file"))
+    assert launch.wait() == [2]
+    assert launch.text.startswith("error: job.output_directory: cannot write")
+
+
+def test_another_model_does_not_resume(finished: Path, launcher: Launcher) -> None:
+    launch = launcher("--job.name", "finished", "--model.config.head_dim", "8")
+    assert launch.wait() == [2]
+    assert launch.text.startswith("error: model.config.head_dim = 8: ")
+    assert json.loads((finished / "checkpoints" / "step-12" / "state.json").read_text())["step"] == 12
