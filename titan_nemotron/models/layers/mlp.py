@@ -1,10 +1,10 @@
 """Squared-ReLU feed-forward layer."""
 
-import torch
 from torch import Tensor, nn
 
 from titan_nemotron.layout import DocumentLayout
 from titan_nemotron.models.layers.basic import Linear
+from titan_nemotron.ops.activation import relu2
 
 
 class MLP(nn.Module):
@@ -16,7 +16,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(hidden, size, bias=bias, std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(torch.relu(self.up_proj(x)).square())
+        return self.down_proj(relu2(self.up_proj(x)))
 
 
 class MLPMixer(MLP):
