@@ -1,10 +1,5 @@
 """The output layer's two operations: the definition, chunks against it, skipped targets, weights, temperature, extremes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,7 +77,8 @@ def test_chunks_equal_the_definition(seed, tokens, vocabulary, skipped, weighted
         for actual, expected in zip(*both(run, h, w)):
             torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
     with torch.no_grad():
-        torch.testing.assert_close(cross_entropy(h.float(), w.float())[0].double(), cross_entropy(h, w)[0])
+        loss = cross_entropy(h.float(), w.float())[0]
+        torch.testing.assert_close(loss.double(), cross_entropy(h, w)[0], atol=2e-5, rtol=2e-5)
 
 
 def test_nothing_to_score_is_zero_and_leaves_zero_gradients():
@@ -161,27 +157,3 @@ def test_compiled():
             values = run(*leaves, *options)
             results.append((*values, *torch.autograd.grad(values[0].sum() * 0.5, leaves)))
         torch.testing.assert_close(*results)
-
-
-LIGER = """
-import torch
-from titan_nemotron.ops import head
-random = torch.Generator().manual_seed(0)
-h, w = torch.randn(37, 8, generator=random), torch.randn(50, 8, generator=random)
-targets, weights = torch.randint(50, (37,), generator=random), torch.rand(37, generator=random)
-targets[::5] = -100
-h = h * torch.linspace(0.1, 30, 37)[:, None]
-for scales, temperature in ((None, 1.0), (weights, 0.6)):
-    ours, liger = (head._scaled_gradients(h, w, targets, scales, temperature, True, True, p) for p in ("chunked", "liger"))
-    for a, b in zip(ours, liger):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-print("equal")
-"""
-
-
-def test_liger_equals_plain_torch_under_the_interpreter():
-    pytest.importorskip("liger_kernel")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", LIGER]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0 and "equal" in result.stdout, result.stderr

@@ -19,9 +19,10 @@ def relu2_experts(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Ten
     offsets [E] int32: ends of the experts' rows; rows at and beyond offsets[-1] give 0. Returns [R, D] in x's dtype.
     Outside fp64, what the backward needs is x and up_e x_r alone.
     """
-    if chosen("experts", x_RD) == "reference":
+    path = chosen("experts", x_RD)
+    if path == "reference":
         return _reference(x_RD, up_EFD, down_EDF, weights_R, offsets_E)
-    y, _ = _forward(x_RD, up_EFD, down_EDF, weights_R, offsets_E)
+    y, _ = _forward(x_RD, up_EFD, down_EDF, weights_R, offsets_E, path == "triton")
     return y
 
 
@@ -119,14 +120,32 @@ def _clear_tail(rows: Tensor, offsets_E: Tensor) -> Tensor:
     return rows.masked_fill_(beyond.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
+def _activate(h_RF: Tensor, weights_R: Tensor) -> Tensor:
+    """a = w relu(h)^2."""
+    a_RF = torch.relu(h_RF)
+    return a_RF.mul_(a_RF).mul_(weights_R[:, None])
+
+
+def _activate_backward(h_RF: Tensor, da_RF: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """a once more, and the gradients of h (in the memory of da) and of the weights."""
+    relu_RF = torch.relu(h_RF)
+    square_RF = relu_RF.square()
+    dtype = torch.promote_types(h_RF.dtype, torch.float32)
+    dweights_R = torch.linalg.vecdot(da_RF.to(dtype), square_RF.to(dtype)).to(weights_R.dtype)
+    return square_RF.mul_(weights_R[:, None]), da_RF.mul_(relu_RF).mul_(2 * weights_R[:, None]), dweights_R
+
+
 @torch.library.custom_op("titan_nemotron::relu2_experts", mutates_args=())
 def _forward(
-    x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor
+    x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor]:
     """y [R, D] and the pre-activations h = up_e x_r [R, F]."""
     h_RF = _products(x_RD.contiguous(), up_EFD.transpose(1, 2), offsets_E)
-    a_RF = torch.relu(h_RF)
-    a_RF.mul_(a_RF).mul_(weights_R[:, None])
+    if fused:
+        from titan_nemotron.ops.experts_triton import activate
+    else:
+        activate = _activate
+    a_RF = activate(h_RF, weights_R)
     return _clear_tail(_products(a_RF, down_EDF.transpose(1, 2), offsets_E), offsets_E), h_RF
 
 
@@ -139,40 +158,41 @@ def _backward(
     weights_R: Tensor,
     offsets_E: Tensor,
     h_RF: Tensor,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, up, down and weights."""
     grad_RD, x_RD = grad_RD.contiguous(), x_RD.contiguous()  # a sum hands on a gradient with stride 0
-    da_RF = _products(grad_RD, down_EDF, offsets_E)
-    relu_RF = torch.relu(h_RF)
-    square_RF = relu_RF.square()
-    dtype = torch.promote_types(x_RD.dtype, torch.float32)
-    dweights_R = torch.linalg.vecdot(da_RF.to(dtype), square_RF.to(dtype)).to(weights_R.dtype)
-    ddown = _weight_gradients(grad_RD, square_RF.mul_(weights_R[:, None]), offsets_E)
-    dh_RF = da_RF.mul_(relu_RF).mul_(2 * weights_R[:, None])
+    if fused:
+        from titan_nemotron.ops.experts_triton import activate_backward
+    else:
+        activate_backward = _activate_backward
+    a_RF, dh_RF, dweights_R = activate_backward(h_RF, _products(grad_RD, down_EDF, offsets_E), weights_R)
+    ddown = _weight_gradients(grad_RD, a_RF, offsets_E)
     dx = _products(dh_RF, up_EFD, offsets_E)
     dup = _weight_gradients(dh_RF, x_RD, offsets_E)
     return _clear_tail(dx, offsets_E), dup, ddown, _clear_tail(dweights_R, offsets_E)
 
 
 @_forward.register_fake
-def _(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor) -> tuple[Tensor, Tensor]:
+def _(x_RD: Tensor, up_EFD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x_RD.new_empty(x_RD.shape), x_RD.new_empty(x_RD.shape[0], up_EFD.shape[1])
 
 
 @_backward.register_fake
 def _(
-    grad_RD: Tensor, x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, *rest: Tensor
+    grad_RD: Tensor, x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tuple(tensor.new_empty(tensor.shape) for tensor in (x_RD, up_EFD, down_EDF, weights_R))  # type: ignore[return-value]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, output[1])
+    *tensors, ctx.fused = inputs
+    ctx.save_for_backward(*tensors, output[1])
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grad_RD: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_backward(grad_RD, *ctx.saved_tensors), None
+    return *_backward(grad_RD, *ctx.saved_tensors, ctx.fused), None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)

@@ -29,7 +29,7 @@ PATHS: dict[str, tuple[Path, ...]] = {
     "conv": (Path("causal_conv1d", ("cuda",), "causal_conv1d"), Path("shifted"), REFERENCE),
     "norm": (Path("fused"), REFERENCE),
     "attention": (Path("documents", ("cpu",)), Path("flex", ("cuda",)), REFERENCE),
-    "experts": (Path("grouped_mm"), REFERENCE),
+    "experts": (Path("triton", ("cuda",), "triton"), Path("grouped_mm"), REFERENCE),
     "head": (Path("liger", ("cuda",), "liger_kernel"), Path("chunked"), REFERENCE),
 }
 # Looked up once, at import: find_spec inside a compiled region would break its graph.
