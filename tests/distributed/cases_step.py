@@ -1,10 +1,13 @@
 """The training step on several ranks: the same numbers as one process that sees the whole batch."""
 
+import functools
 import math
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.harness import Context, case
 from tests.distributed.reference import (
@@ -106,6 +109,23 @@ def recomputation(context: Context) -> None:
             assert_gradients(actual, expected, total=1e-6, each=2e-5)
             for call, count in counts.items():
                 assert torch.equal(actual_counts[call], count.double()), (mode, call)
+
+
+@case(2)
+def compiled(context: Context) -> None:
+    """Blocks that are compiled in one graph each, sharded and recomputed; the weights are gathered outside the graphs."""
+    loss, expected, counts = reference_gradients(context)
+    batches = microbatches(0, context.rank, context.world_size, 2)
+    traced = functools.partial(
+        torch.compile, backend="aot_eager"
+    )  # the graphs, without the time their compilation takes
+    with mock.patch.object(torch, "compile", traced):
+        model = sharded(context.mesh, recompute="selective", compile=True)
+    actual_loss, actual, actual_counts = gradients(model, batches)
+    assert abs(actual_loss / loss - 1) <= 1e-6
+    assert_gradients(actual, expected, total=1e-5, each=1e-5)
+    for call, count in counts.items():
+        assert torch.equal(actual_counts[call], count.double()), call
 
 
 @case(2)
@@ -303,7 +323,9 @@ def validation_between_steps(context: Context) -> None:
     for step in range(2):
         with torch.no_grad():
             model.loss(rows(5, 0, 2))
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
             logits = model(rows(5, 0, 2).tokens)
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
             assert logits.shape == (2, LENGTH, CONFIG.vocab_size)
         train_step(model, optimizer, microbatches(step, context.rank, context.world_size, 2), RATE, SETTINGS)
     for name, tensor in whole_parameters(plain).items():

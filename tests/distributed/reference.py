@@ -79,6 +79,7 @@ def sharded(
     frozen: Sequence[str] = (),
     config: Nemotron3Config = CONFIG,
     parallel: ParallelConfig | None = None,
+    compile: bool = False,
 ) -> Nemotron3:
     with torch.device("meta"):
         model = Nemotron3(config)
@@ -88,7 +89,7 @@ def sharded(
         mesh,
         parallel=parallel or ParallelConfig(),
         recompute=RecomputeConfig(mode=recompute),  # type: ignore[arg-type]
-        compile=CompileConfig(),
+        compile=CompileConfig(enable=compile),
         dtype=dtype,
         seed=seed,
     )

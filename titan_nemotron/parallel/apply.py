@@ -4,8 +4,9 @@ Order: build on the meta device (the caller) -> recompute -> compile -> shard ->
 Precision, experts and context parallelism will come before recompute, in this order: they swap submodules.
 """
 
+import functools
 import itertools
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from titan_nemotron.models.family import Model
+from titan_nemotron.models.family import Losses, Model
 from titan_nemotron.models.layers.basic import Embedding
 from titan_nemotron.models.layers.head import Head
 from titan_nemotron.models.layers.init import initialize
@@ -41,13 +42,23 @@ def apply(
     for block in blocks:
         apply_recompute(block, recompute.mode)
     if compile.enable:
-        for block in blocks:
-            # The forward alone: the hooks that gather weights stay outside.
-            block.forward = torch.compile(block.forward, fullgraph=True)
+        compile_blocks(blocks)
     shard(model, blocks, mesh, parallel.reshard_after_forward, dtype)
     materialise(model, mesh)
     if seed is not None:
         initialize(model, seed)
+
+
+def compile_blocks(blocks: list[nn.Module]) -> None:
+    """Compile each block's forward alone: the hooks that gather weights stay outside.
+
+    Blocks of one kind share a graph, so compilation takes as long for a hundred blocks as for one of each kind.
+    """
+    torch._dynamo.config.recompile_limit = (
+        64  # of all graphs together: kinds of blocks, with and without gradient, shapes
+    )
+    for block in blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True)  # type: ignore[method-assign]
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, reshard: bool, dtype: torch.dtype) -> None:
@@ -88,6 +99,7 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, reshard: 
         if isinstance(unit, Head):
             register_fsdp_forward_method(unit, "logits")
     register_fsdp_forward_method(model, "loss")
+    free_without_gradient(model, [model, *(unit for unit in units if isinstance(unit, Head))])
     for block, following in itertools.pairwise(blocks):
         cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
     for module in model.modules():
@@ -95,6 +107,29 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, reshard: 
             # Losses are divided by global counts, so gradients are plain sums; gloo has no other reduction.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def free_without_gradient(model: nn.Module, kept: list[nn.Module]) -> None:
+    """Free the weights that stay gathered until the backward after a forward that has none.
+
+    Otherwise a model that was only scored would show its whole weights, in place of the shards that are trained and saved.
+    """
+
+    def free() -> None:
+        if not torch.is_grad_enabled():
+            for module in kept:
+                cast(FSDPModule, module).reshard()
+
+    loss = cast(Model, model).loss
+
+    @functools.wraps(loss)
+    def loss_then_free(*args: Any, **kwargs: Any) -> Losses:
+        losses = loss(*args, **kwargs)
+        free()
+        return losses
+
+    model.loss = loss_then_free  # type: ignore[assignment]
+    model.register_forward_hook(lambda *_: free())
 
 
 def materialise(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -4,11 +4,14 @@ A block returns its statistics, so what the second forward computes of them is d
 """
 
 import functools
+import types
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titan_nemotron.layout import DocumentLayout
 
 aten = torch.ops.aten
 
@@ -35,17 +38,31 @@ def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
     return CheckpointPolicy.MUST_SAVE if ours or op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def selective(
+    block: nn.Module, x_BLD: Tensor, layout: DocumentLayout, cache: Any = None, indices: Tensor | None = None
+) -> Any:
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return _checkpointed(block, x_BLD, layout, cache, indices, context_fn=contexts)
+
+
+def full(
+    block: nn.Module, x_BLD: Tensor, layout: DocumentLayout, cache: Any = None, indices: Tensor | None = None
+) -> Any:
+    return _checkpointed(block, x_BLD, layout, cache, indices)
+
+
+def _checkpointed(block: nn.Module, *args: Any, **options: Any) -> Any:
+    def forward(*args: Any) -> Any:
+        return type(block).forward(block, *args)
+
+    # No random numbers are drawn in a block, so their state need not be kept.
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+
 def apply_recompute(block: nn.Module, mode: Literal["none", "selective", "full"]) -> None:
-    """Make a block recompute; parameter names stay as they are."""
-    if mode == "none":
-        return
-    contexts: dict[str, Any] = {}
-    if mode == "selective":
-        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    forward = block.forward
+    """Make a block recompute; parameter names stay as they are.
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        # No random numbers are drawn in a block, so their state need not be kept.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts, **kwargs)
-
-    block.forward = recomputed  # type: ignore[method-assign]
+    The new forward is a method of one function for all blocks, so that compiled blocks of one kind can share a graph.
+    """
+    if mode != "none":
+        block.forward = types.MethodType({"selective": selective, "full": full}[mode], block)  # type: ignore[method-assign]
