@@ -55,6 +55,13 @@ def test_a_quarter_into_the_decay(shape: Any, share: float) -> None:
         assert learning_rate(whole, PEAK, 25, 100) == pytest.approx(PEAK * (0.1 + 0.9 * share))
 
 
+def test_a_run_too_short_for_its_decay() -> None:
+    """It still peaks after the warmup and ends at the minimum: a short trial of a long configuration is no mistake."""
+    config = ScheduleConfig(kind="wsd", warmup_steps=4, decay_steps=100, decay_shape="linear")
+    rates = [learning_rate(config, 1.0, step, 8) for step in range(1, 9)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
 def test_decay_steps_belong_to_wsd() -> None:
     with pytest.raises(ValueError, match=r"decay_steps = 0: wsd needs"):
         ScheduleConfig(kind="wsd")

@@ -9,7 +9,7 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
     """The learning rate of optimizer step `step`, counted from 1, of a run of `total_steps`.
 
     Warmup, t <= W:  peak * t / W. Afterwards min + (peak - min) * f(x) with min = min_ratio * peak and x the share of the
-    decay that has passed: the decay covers W to T, or for wsd the last decay_steps. f falls from 1 to 0:
+    decay that has passed: the decay covers W to T, or for wsd the last decay_steps of that. f falls from 1 to 0:
     linear 1 - x, cosine (1 + cos(pi x)) / 2, minus_sqrt 1 - sqrt(x). After T it is min (constant: peak).
     Equal to Megatron-LM's OptimizerParamScheduler at its counter value `step`.
     """
@@ -17,7 +17,9 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
         return peak * step / config.warmup_steps
     if config.kind == "constant":
         return peak
-    decay_steps = config.decay_steps if config.kind == "wsd" else total_steps - config.warmup_steps
+    decay_steps = total_steps - config.warmup_steps
+    if config.kind == "wsd":
+        decay_steps = min(decay_steps, config.decay_steps)
     shape = config.decay_shape if config.kind == "wsd" else config.kind
     passed = step - (total_steps - decay_steps)
     x = min(1.0, max(0.0, passed / decay_steps)) if decay_steps > 0 else 1.0
