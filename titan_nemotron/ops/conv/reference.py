@@ -1,4 +1,4 @@
-"""Causal depthwise convolution that never looks across a document boundary.
+"""The convolution as its definition, differentiable by autograd in any dtype.
 
 Shapes: B rows, L positions, C channels, K taps.
 """
@@ -8,19 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def causal_conv1d(
+def masked_sum(
     x_BLC: Tensor,
     weight_CK: Tensor,
     bias_C: Tensor | None,
     document_ids_BL: Tensor,
-    initial_state_BCK: Tensor | None = None,
+    initial_state_BCK: Tensor | None,
 ) -> Tensor:
-    """y[t] = silu(bias + sum_j weight[K-1-j] * x[t-j]) over the taps j whose token lies in t's document.
-
-    initial_state [B, C, K]: the last K inputs before position 0 (oldest first); they belong to the document of position
-    0, as when a sequence is continued; zeros otherwise. Padding positions (document id -1) give 0.
-    Returns [B, L, C] in x's dtype.
-    """
+    """See causal_conv1d."""
     taps = weight_CK.shape[1]
     dtype = torch.promote_types(x_BLC.dtype, torch.float32)
     x, weight = x_BLC.to(dtype), weight_CK.to(dtype)
@@ -42,12 +37,13 @@ def causal_conv1d(
     return y.to(x_BLC.dtype)
 
 
-def causal_conv1d_step(
-    state_BCK: Tensor, x_BC: Tensor, weight_CK: Tensor, bias_C: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """One token of causal_conv1d for decoding: returns y [B, C] in x's dtype and the new state [B, C, K]."""
-    state = torch.cat([state_BCK[:, :, 1:], x_BC.to(state_BCK.dtype)[:, :, None]], dim=2)
-    y = (state * weight_CK.to(state.dtype)).sum(-1)
+def convolve_one(
+    x_B1C: Tensor, weight_CK: Tensor, bias_C: Tensor | None, document_ids_B1: Tensor, initial_state_BCK: Tensor
+) -> Tensor:
+    """See causal_conv1d: one new token for each row, as in decoding."""
+    dtype = torch.promote_types(x_B1C.dtype, torch.float32)
+    window_BCK = torch.cat([initial_state_BCK[:, :, 1:].to(dtype), x_B1C.transpose(1, 2).to(dtype)], dim=2)
+    y_BC = (window_BCK * weight_CK.to(dtype)).sum(-1)
     if bias_C is not None:
-        y = y + bias_C.to(state.dtype)
-    return F.silu(y).to(x_BC.dtype), state
+        y_BC = y_BC + bias_C.to(dtype)
+    return torch.where((document_ids_B1 >= 0).unsqueeze(-1), F.silu(y_BC).unsqueeze(1), 0).to(x_B1C.dtype)

@@ -1,0 +1,64 @@
+"""The convolution: the definition in fp64, the shifted path against it, documents, padding, initial state."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.ops.support import make_documents, relative
+from titan_nemotron.ops.conv import causal_conv1d, shifted
+from titan_nemotron.ops.conv.reference import masked_sum
+from titan_nemotron.ops.conv.shifted import shifted_sum
+
+
+def make_inputs(seed: int, num_rows: int, length: int, channels: int, taps: int) -> list[Tensor]:
+    """x, weight, bias, initial state, in fp64."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = (num_rows, length, channels), (channels, taps), (channels,), (num_rows, channels, taps)
+    return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+
+def run(convolve, inputs: list[Tensor], ids: Tensor, dtype: torch.dtype, bias: bool, state: bool) -> tuple[Tensor, ...]:
+    x, weight, b, initial = leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+    y = convolve(x, weight, b if bias else None, ids, initial if state else None)
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    used = [leaf for leaf, use in zip(leaves, (True, True, bias, state)) if use]
+    return y.detach(), *torch.autograd.grad(y, used, upstream)
+
+
+def test_the_reference_has_the_right_derivatives():
+    inputs = [tensor.requires_grad_() for tensor in make_inputs(0, 2, 7, 3, 4)]
+    ids = torch.tensor([[0, 0, 1, 1, -1, 1, 2], [-1, -1, 0, 0, 0, 3, -1]])
+    assert torch.autograd.gradcheck(lambda x, w, b, s: causal_conv1d(x, w, b, ids, s), inputs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    num_rows=st.integers(1, 3),
+    length=st.integers(1, 20),
+    taps=st.sampled_from([1, 2, 4]),
+    boundary=st.sampled_from([0.0, 0.1, 0.5]),
+    padding=st.sampled_from([0.0, 0.2, 1.0]),
+    bias=st.booleans(),
+    state=st.booleans(),
+    block=st.sampled_from([1, 3, 256]),
+)
+def test_shifted_equals_the_definition(seed, num_rows, length, taps, boundary, padding, bias, state, block):
+    inputs = make_inputs(seed, num_rows, length, 5, taps)
+    ids = make_documents(seed, num_rows, length, boundary, padding)
+    expected = run(masked_sum, inputs, ids, torch.float64, bias, state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shifted, "BLOCK", block)
+        actual = run(shifted_sum, inputs, ids, torch.float32, bias, state)
+    for a, e in zip(actual, expected, strict=True):
+        assert relative(a, e) < 1e-5
+
+
+def test_one_token_continues_a_sequence():
+    x, weight, bias, _ = make_inputs(0, 2, 9, 3, 4)
+    ids = torch.zeros(2, 9, dtype=torch.int32)
+    expected = causal_conv1d(x, weight, bias, ids)
+    state = x[:, 4:8].transpose(1, 2)
+    torch.testing.assert_close(causal_conv1d(x[:, 8:], weight, bias, ids[:, 8:], state), expected[:, 8:])
