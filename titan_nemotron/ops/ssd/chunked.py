@@ -1,22 +1,24 @@
 """The scan as matrix products over chunks, with a hand-written backward: fp32, made for a CPU, runs anywhere.
 
-Custom ops, so that autograd, compilation and recomputation see one opaque operation. The mathematics is in block.py;
-here rows and groups are cut into blocks whose temporaries stay in cache. The backward keeps the inputs alone.
+The mathematics is in block.py; here rows and groups are cut into blocks that bound the temporaries. The backward keeps the
+inputs alone.
 
 Shapes: B rows, L positions, H heads, P channels of a head, G groups of heads, N state size.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_nemotron.ops.ssd.block import Block, Cut, Decays
+from titan_nemotron.ops.opaque import opaque
+from titan_nemotron.ops.ssd.block import Block, Cut, Decays, Gradients
 from titan_nemotron.ops.ssd.segments import segments
 
 CHUNK = 64  # longer: more exponentials and products inside chunks; shorter: more states
-BLOCK = 1 << 18  # elements of x in one block
+BLOCK = 1 << 20  # elements of x in one block
 
 
 def chunked_scan(
@@ -32,15 +34,16 @@ def chunked_scan(
     initial_state_BHPN: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See ssd_scan."""
-    inputs = (x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H)
-    y_BLHP, final_state_BHPN = _scan(*inputs, initial_state_BHPN, document_ids_BL, *dt_limit)
-    return y_BLHP, final_state_BHPN
+    inputs = (x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, initial_state_BHPN, document_ids_BL)
+    outputs: tuple[Tensor, Tensor] = _ChunkedScan.apply(*inputs, *dt_limit)
+    return outputs
 
 
-def _chunk_length(length: int) -> int:
-    """The shortest multiple of 8 with which the row takes as few chunks as with CHUNK."""
+def _chunk_length(length: int) -> tuple[int, int]:
+    """A multiple of 8 with which the row takes as few chunks as with CHUNK, and the length of those chunks together."""
     num_chunks = -(-length // CHUNK)
-    return -(-length // (8 * num_chunks)) * 8
+    chunk = -(-length // (8 * num_chunks)) * 8
+    return chunk, num_chunks * chunk
 
 
 def _padded(tensor: Tensor, length: int, value: int = 0) -> Tensor:
@@ -62,12 +65,6 @@ def _cuts(x: Tensor, B: Tensor, chunk: int) -> Iterator[Cut]:
             yield Cut(rows, slice(group, stop), slice(group * heads, stop * heads), chunk)
 
 
-def _time_step(dt: Tensor, dt_bias: Tensor, document_ids: Tensor, low: float, high: float) -> Tensor:
-    d = F.softplus(dt.float() + dt_bias.float()).clamp_(low, high)
-    return d.mul_((document_ids >= 0)[..., None])
-
-
-@torch.library.custom_op("titan_nemotron::ssd_scan", mutates_args=())
 def _scan(
     x: Tensor,
     dt: Tensor,
@@ -82,29 +79,20 @@ def _scan(
     high: float,
 ) -> tuple[Tensor, Tensor]:
     num_rows, length, num_heads, channels = x.shape
-    chunk = _chunk_length(length)
-    padded = -(-length // chunk) * chunk
-    x, dt, B, C = (_padded(tensor, padded) for tensor in (x, dt, B, C))
+    chunk, padded = _chunk_length(length)
+    x_, dt, B, C = (_padded(tensor, padded) for tensor in (x, dt, B, C))
     document_ids = _padded(document_ids, padded, -1)
-    d = _time_step(dt, dt_bias, document_ids, low, high)
-    decays = Decays.build(d, A.float(), segments(document_ids), chunk)
-    y = x.new_empty(x.shape)
+    valid = document_ids >= 0
+    d = F.softplus(dt.float() + dt_bias.float()).clamp_(low, high).mul_(valid[..., None])
+    decays = Decays.build(d, A, D, valid, segments(document_ids), chunk)
+    y = x.new_empty(x_.shape, dtype=torch.float32)
     final_state = x.new_empty(num_rows, num_heads, channels, B.shape[3], dtype=torch.float32)
-    for cut in _cuts(x, B, chunk):
-        block = Block(cut, decays, x, B, C)
+    for cut in _cuts(x_, B, chunk):
         initial = None if initial_state is None else initial_state[cut.rows, cut.heads]
-        y_block, final_state[cut.rows, cut.heads] = block.forward(D[cut.heads], initial)
-        cut.by_head(y).copy_(y_block)
-    y.mul_((document_ids >= 0)[..., None, None])
-    return y[:, :length].contiguous(), final_state
+        final_state[cut.rows, cut.heads] = Block(cut, decays, x_, B, C).forward(initial, y)
+    return y[:, :length].to(x.dtype).contiguous(), final_state
 
 
-@_scan.register_fake
-def _(x, dt, A, B, C, D, dt_bias, initial_state, document_ids, low, high):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
-
-
-@torch.library.custom_op("titan_nemotron::ssd_scan_backward", mutates_args=())
 def _scan_backward(
     dy: Tensor,
     dfinal_state: Tensor,
@@ -120,59 +108,88 @@ def _scan_backward(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients in the order of _scan's inputs, fp32 except those of x, B and C."""
-    length, chunk = x.shape[1], _chunk_length(x.shape[1])
-    padded = -(-length // chunk) * chunk
-    dy, x, dt, B, C = (_padded(tensor, padded) for tensor in (dy, x, dt, B, C))
+    """Gradients in the order of _scan's inputs; those of dt, A, D, dt_bias and the state in fp32."""
+    length = x.shape[1]
+    chunk, padded = _chunk_length(length)
+    dy, x_, dt, B_, C_ = (_padded(tensor, padded) for tensor in (dy, x, dt, B, C))
     document_ids = _padded(document_ids, padded, -1)
     valid = document_ids >= 0
-    dy = torch.where(valid[..., None, None], dy, 0)
-    d = _time_step(dt, dt_bias, document_ids, low, high)
-    decays = Decays.build(d, A.float(), segments(document_ids), chunk)
-    dx, dB, dC = (tensor.new_empty(tensor.shape) for tensor in (x, B, C))
-    dd, leaving, ending = torch.empty_like(d), torch.empty_like(d), torch.empty_like(d, dtype=torch.float64)
-    passing = torch.empty_like(decays.through_BcH)
-    dD, dinitial = torch.zeros_like(D, dtype=torch.float32), torch.empty_like(dfinal_state)
-    for cut in _cuts(x, B, chunk):
-        block = Block(cut, decays, x, B, C)
-        initial = None if initial_state is None else initial_state[cut.rows, cut.heads]
-        grads = block.backward(cut.by_head(dy), D[cut.heads], initial, dfinal_state[cut.rows, cut.heads])
-        for target, value in ((dx, grads.dx), (dd, grads.dd), (ending, grads.ending), (leaving, grads.leaving)):
-            cut.by_head(target).copy_(value)
-        cut.by_group(dB).copy_(grads.dB)
-        cut.by_group(dC).copy_(grads.dC)
-        passing[cut.rows, :, cut.heads] = grads.passing.transpose(0, 1)
-        dinitial[cut.rows, cut.heads] = grads.dinitial_state
-        dD[cut.heads] += grads.dD
-    ending, leaving = (tensor.unflatten(1, (-1, chunk)) for tensor in (ending, leaving))
-    sees = decays.sees_BcQQ
-    da = ((sees.mT.double() @ ending).float() + sees.tril(-1) @ leaving + passing[:, :, None]).flatten(1, 2)
     raw = dt.float() + dt_bias.float()
-    unclamped = F.softplus(raw)
-    inside = valid[..., None] & (unclamped >= low) & (unclamped <= high)
-    ddt = torch.where(inside, (dd + da * A.float()) * torch.sigmoid(raw), 0)
-    dx, ddt, dB, dC = (tensor[:, :length].contiguous() for tensor in (dx, ddt, dB, dC))
-    return dx, ddt, (da * d).sum((0, 1)), dB, dC, dD, ddt.sum((0, 1)), dinitial
+    unlimited = F.softplus(raw)
+    d = unlimited.clamp(low, high).mul_(valid[..., None])
+    decays = Decays.build(d, A, D, valid, segments(document_ids), chunk)
+
+    def empty(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return like.new_empty(like.shape, dtype=dtype)
+
+    grads = Gradients(
+        dx_BLHP=empty(x_),
+        dB_BLGN=empty(B_),
+        dC_BLGN=empty(C_),
+        dinitial_state_BHPN=empty(dfinal_state),
+        x_inside_BLH=empty(d),
+        x_leaving_BLH=empty(d),
+        skip_BLH=empty(d),
+        ending_BLH=empty(d, torch.float64),
+        entering_BLH=empty(d),
+        passing_BcH=empty(decays.through_BcH),
+    )
+    for cut in _cuts(x_, B, chunk):
+        initial = None if initial_state is None else initial_state[cut.rows, cut.heads]
+        Block(cut, decays, x_, B_, C_).backward(dy, initial, dfinal_state[cut.rows, cut.heads], grads)
+
+    per_chunk = (-1, chunk)
+    sees = decays.sees_BcQQ.double()
+    ending = (grads.ending_BLH + grads.entering_BLH).unflatten(1, per_chunk)
+    leaving = (grads.x_leaving_BLH * decays.x_leaving_BLH).unflatten(1, per_chunk)
+    da = sees.mT @ ending + sees.tril(-1) @ leaving.double() + grads.passing_BcH[:, :, None]
+    da = da.float().flatten(1, 2)
+    dd = grads.x_inside_BLH * decays.kept_BLH + grads.x_leaving_BLH * decays.to_end_BLH + da * A.float()
+    passes = valid[..., None] & (unlimited >= low) & (unlimited <= high)
+    ddt = torch.where(passes, dd * torch.sigmoid(raw), 0)
+    dD = (grads.skip_BLH * valid[..., None]).sum((0, 1))
+    dx, ddt, dB, dC = (
+        grad[:, :length].to(tensor.dtype).contiguous()
+        for grad, tensor in ((grads.dx_BLHP, x), (ddt, ddt), (grads.dB_BLGN, B), (grads.dC_BLGN, C))
+    )
+    return dx, ddt, (da * d).sum((0, 1)), dB, dC, dD, ddt.sum((0, 1)), grads.dinitial_state_BHPN
 
 
-@_scan_backward.register_fake
-def _(dy, dfinal_state, x, dt, A, B, C, D, dt_bias, initial_state, document_ids, low, high):  # type: ignore[no-untyped-def]
-    fp32 = (tensor.new_empty(tensor.shape, dtype=torch.float32) for tensor in (dt, A, D, dt_bias, dfinal_state))
-    ddt, dA, dD, dbias, dinitial = fp32
+def _scan_shapes(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
+
+
+def _backward_shapes(dy: Tensor, dfinal_state: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    x, dt, A, B, C, D, dt_bias = inputs[:7]
     dx, dB, dC = (tensor.new_empty(tensor.shape) for tensor in (x, B, C))
+    ddt, dA, dD, dbias, dinitial = (
+        tensor.new_empty(tensor.shape, dtype=torch.float32) for tensor in (dt, A, D, dt_bias, dfinal_state)
+    )
     return dx, ddt, dA, dB, dC, dD, dbias, dinitial
 
 
-def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.low, ctx.high = inputs
-    ctx.save_for_backward(*tensors)
+_INPUTS = (
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, Tensor? initial_state, "
+    "Tensor document_ids, float low, float high"
+)
+_SCAN = opaque(f"ssd_scan({_INPUTS}) -> (Tensor, Tensor)", _scan, _scan_shapes)
+_SCAN_BACKWARD = opaque(
+    f"ssd_scan_backward(Tensor dy, Tensor dfinal_state, {_INPUTS}) -> ({', '.join(['Tensor'] * 8)})",
+    _scan_backward,
+    _backward_shapes,
+)
 
 
-def _differentiate(ctx, dy, dfinal_state):  # type: ignore[no-untyped-def]
-    tensors = ctx.saved_tensors
-    grads = _scan_backward(dy, dfinal_state, *tensors, ctx.low, ctx.high)
-    cast = [None if tensor is None else grad.to(tensor.dtype) for grad, tensor in zip(grads, tensors, strict=False)]
-    return *cast, None, None, None
+class _ChunkedScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *tensors, ctx.low, ctx.high = inputs
+        ctx.save_for_backward(*tensors)
+        return _SCAN(*inputs)
 
-
-_scan.register_autograd(_differentiate, setup_context=_setup)
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dfinal_state: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        grads = _SCAN_BACKWARD(dy, dfinal_state, *tensors, ctx.low, ctx.high)
+        cast = (None if tensor is None else grad.to(tensor.dtype) for grad, tensor in zip(grads, tensors))
+        return *cast, None, None, None
