@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.support import make_documents, relative
-from titan_nemotron.ops.conv import causal_conv1d, shifted
+from titan_nemotron.ops.conv import causal_conv1d, causal_conv1d_step, shifted
 from titan_nemotron.ops.conv.reference import masked_sum
 from titan_nemotron.ops.conv.shifted import shifted_sum
 
@@ -56,9 +56,10 @@ def test_shifted_equals_the_definition(seed, num_rows, length, taps, boundary, p
         assert relative(a, e) < 1e-5
 
 
-def test_one_token_continues_a_sequence():
-    x, weight, bias, _ = make_inputs(0, 2, 9, 3, 4)
-    ids = torch.zeros(2, 9, dtype=torch.int32)
-    expected = causal_conv1d(x, weight, bias, ids)
-    state = x[:, 4:8].transpose(1, 2)
-    torch.testing.assert_close(causal_conv1d(x[:, 8:], weight, bias, ids[:, 8:], state), expected[:, 8:])
+def test_step_continues_a_sequence():
+    x, weight, bias, state = make_inputs(0, 2, 5, 3, 4)
+    expected = causal_conv1d(x, weight, bias, torch.zeros(2, 5, dtype=torch.int32), state)
+    for t in range(5):
+        y, state = causal_conv1d_step(state, x[:, t], weight, bias)
+        torch.testing.assert_close(y, expected[:, t])
+    torch.testing.assert_close(state, x[:, 1:].mT)

@@ -3,13 +3,15 @@
 Shapes: B rows, L positions, C channels, K taps.
 """
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from titan_nemotron.ops.conv.reference import convolve_one, masked_sum
+from titan_nemotron.ops.conv.reference import masked_sum
 from titan_nemotron.ops.conv.shifted import shifted_sum
 from titan_nemotron.ops.kernels import chosen
 
-__all__ = ["causal_conv1d"]
+__all__ = ["causal_conv1d", "causal_conv1d_step"]
 
 
 def causal_conv1d(
@@ -25,9 +27,17 @@ def causal_conv1d(
     0, as when a sequence is continued; zeros otherwise. Padding positions (document id -1) give 0. Computed in at least
     fp32. Source: Dao and Gu, "Transformers are SSMs", 2024. Returns [B, L, C] in x's dtype.
     """
-    path = chosen("conv", x_BLC)
-    if x_BLC.shape[1] == 1 and initial_state_BCK is not None:
-        return convolve_one(x_BLC, weight_CK, bias_C, document_ids_BL, initial_state_BCK)
-    if path == "reference" or x_BLC.shape[1] == 0:
+    if x_BLC.shape[1] == 0 or chosen("conv", x_BLC) == "reference":
         return masked_sum(x_BLC, weight_CK, bias_C, document_ids_BL, initial_state_BCK)
     return shifted_sum(x_BLC, weight_CK, bias_C, document_ids_BL, initial_state_BCK)
+
+
+def causal_conv1d_step(
+    state_BCK: Tensor, x_BC: Tensor, weight_CK: Tensor, bias_C: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One token of causal_conv1d for decoding: returns y [B, C] in x's dtype and the new state [B, C, K]."""
+    state = torch.cat([state_BCK[:, :, 1:], x_BC.to(state_BCK.dtype)[:, :, None]], dim=2)
+    y = (state * weight_CK.to(state.dtype)).sum(-1)
+    if bias_C is not None:
+        y = y + bias_C.to(state.dtype)
+    return F.silu(y).to(x_BC.dtype), state

@@ -35,15 +35,3 @@ def masked_sum(
         y = y + bias_C.to(dtype)
     y = torch.where((document_ids_BL >= 0).unsqueeze(-1), F.silu(y), 0)
     return y.to(x_BLC.dtype)
-
-
-def convolve_one(
-    x_B1C: Tensor, weight_CK: Tensor, bias_C: Tensor | None, document_ids_B1: Tensor, initial_state_BCK: Tensor
-) -> Tensor:
-    """See causal_conv1d: one new token for each row, as in decoding."""
-    dtype = torch.promote_types(x_B1C.dtype, torch.float32)
-    window_BCK = torch.cat([initial_state_BCK[:, :, 1:].to(dtype), x_B1C.transpose(1, 2).to(dtype)], dim=2)
-    y_BC = (window_BCK * weight_CK.to(dtype)).sum(-1)
-    if bias_C is not None:
-        y_BC = y_BC + bias_C.to(dtype)
-    return torch.where((document_ids_B1 >= 0).unsqueeze(-1), F.silu(y_BC).unsqueeze(1), 0).to(x_B1C.dtype)
