@@ -1,42 +1,40 @@
-"""Counts of operations against PyTorch's own counter."""
+"""Parameters and operations of the named sizes, against the published counts."""
 
+import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models.support import VOCABULARY, random_tokens, small_model
-from titan_nemotron.train.flops import model_size
-
-LENGTH = 32
+from titan_nemotron.models.family import load_family
+from titan_nemotron.train.flops import ModelSize, model_size
 
 
-def test_matrix_products_are_what_pytorch_counts() -> None:
-    model = small_model(pattern="--", mtp_blocks=0, mtp_depths=0)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(random_tokens(1, LENGTH))
-    assert model_size(model, LENGTH).flops == 3 * counter.get_total_flops() / LENGTH
+def size_of(flavor: str, length: int = 8192, **changes: object) -> ModelSize:
+    family = load_family("nemotron3")
+    with torch.device("meta"):
+        model = family.model(family.flavors[flavor].model_copy(update=changes))
+    return model_size(model, length)
 
 
-def test_attention_counts_its_causal_half() -> None:
-    """4 heads of 8: query and output 32 x 32, key and value 32 x 16; scores and values 2 x 2 x 32 for each of L / 2 keys."""
-    plain = model_size(small_model(pattern="-", mtp_blocks=0, mtp_depths=0), LENGTH).flops
-    attending = model_size(small_model(pattern="-*", mtp_blocks=0, mtp_depths=0), LENGTH).flops
-    assert attending - plain == 3 * (2 * (2 * 32 * 32 + 2 * 32 * 16) + 2 * 2 * 32 * LENGTH / 2)
+@pytest.mark.parametrize(
+    ("flavor", "active_billions"), [("nano_30b", 3.580), ("super_120b", 12.770), ("ultra_550b", 56.059)]
+)
+def test_active_parameters_are_the_published_ones(flavor: str, active_billions: float) -> None:
+    assert round(size_of(flavor).active / 1e9, 3) == active_billions
 
 
-def test_experts_count_as_often_as_tokens_visit_them() -> None:
-    """3 of 8 experts: up and down projection of 24 x 16 each, latent projections and the shared expert of 40, the router."""
-    dense = model_size(small_model(pattern="-", mtp_blocks=0, mtp_depths=0), LENGTH).flops
-    routed = model_size(small_model(pattern="-E", mtp_blocks=0, mtp_depths=0), LENGTH).flops
-    weights = 3 * 2 * 24 * 16 + 2 * 32 * 16 + 2 * 32 * 40 + 8 * 32
-    assert routed - dense == 3 * 2 * weights
+def test_flops_of_dense_parts_by_hand() -> None:
+    """One attention and one MLP block: six operations a weight, 12 H E L / 2 of attention, and the head."""
+    dense = {"pattern": "*-", "mtp_blocks": 0, "mtp_depths": 0}
+    length, config = 1000, load_family("nemotron3").flavors["debug"]
+    d, q, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    e, f, v = config.head_dim, config.intermediate_size, config.vocab_size
+    weights = d * (q + 2 * kv) * e + q * e * d + 2 * d * f + d * v
+    assert size_of("debug", length, **dense).flops == 6 * weights + 12 * q * e * length / 2
 
 
-def test_multi_token_depths_count_the_head_and_their_blocks_again() -> None:
-    plain = model_size(small_model(pattern="-", mtp_blocks=0, mtp_depths=0), LENGTH)
-    once = model_size(small_model(pattern="-", mtp_pattern="-", mtp_blocks=1, mtp_depths=1), LENGTH)
-    twice = model_size(small_model(pattern="-", mtp_pattern="-", mtp_blocks=1, mtp_depths=2), LENGTH)
-    depth = 2 * (2 * 32 * 48 + 2 * 32 * 32 + VOCABULARY * 32)
-    assert once.flops - plain.flops == 3 * depth
-    assert twice.flops - plain.flops == 6 * depth
-    assert twice.active == once.active == plain.active
-    assert twice.total == once.total > plain.total
+def test_shared_depths_and_experts_count_as_often_as_they_are_used() -> None:
+    config = load_family("nemotron3").flavors["debug"]
+    none, one, two = (size_of("debug", mtp_blocks=min(depths, 1), mtp_depths=depths).flops for depths in (0, 1, 2))
+    assert two - one == pytest.approx(one - none)
+    more = size_of("debug", n_routed_experts=2 * config.n_routed_experts, mtp_blocks=0, mtp_depths=0)
+    routers = 3 * 6 * config.n_routed_experts * config.hidden_size  # in the three routed blocks of the flavor
+    assert more.flops - none == pytest.approx(routers)

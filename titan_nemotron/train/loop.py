@@ -98,8 +98,8 @@ def report(
     logs = ends or validates or result.skipped or step == 1 or step % run.job.metrics.interval == 0
     record = None
     if metrics is not None:
-        metrics.step(result, data_wait)
-        record = metrics.record(step, progress.tokens, result, rate) if logs else None
+        metrics.count(result, data_wait)
+        record = metrics.record(step, progress.tokens, result, rate, run.loader.bad.count) if logs else None
     validation = validated(run, step) if validates else None
     if metrics is not None:
         if record is not None:

@@ -39,12 +39,14 @@ class Metrics:
         self._last_step, self._tokens, self._wait = resumed, 0, 0.0
         self._total_tokens, self._seconds = 0, 0.0
 
-    def step(self, result: StepResult, data_wait: float) -> None:
+    def count(self, result: StepResult, data_wait: float) -> None:
         """Count a step; data_wait: seconds it waited for its batches."""
         self._tokens += result.tokens
         self._wait += data_wait
 
-    def record(self, step: int, tokens: int, result: StepResult, learning_rate: float) -> dict[str, Any]:
+    def record(
+        self, step: int, tokens: int, result: StepResult, learning_rate: float, bad_records: int
+    ) -> dict[str, Any]:
         """The record of a step, with means since the last record; call it before anything that is not training."""
         seconds = max(time.perf_counter() - self._last_time, 1e-9)
         speed = self._tokens / seconds
@@ -61,6 +63,7 @@ class Metrics:
             "skipped": result.skipped,
             "tokens_per_second": speed,
             "data_wait": self._wait / seconds,
+            "bad_records": bad_records,
             "memory_gib": memory_gib(self.device),
         }
         if self.peak is not None:
