@@ -9,9 +9,11 @@
 
 import os
 import signal
-import sys
+import socket
+import threading
 import time
-from types import FrameType, TracebackType
+from types import TracebackType
+from typing import Any
 
 MISTAKE, NOT_FINITE, HUNG = 2, 3, 4
 SAME_KEYSTROKE = 1.0  # seconds; a terminal and a launcher may both pass on one Ctrl-C
@@ -26,33 +28,44 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """While entered, SIGTERM and Ctrl-C are only noted, in `number`; a second Ctrl-C ends the process at once."""
+    """While entered, SIGTERM and Ctrl-C are only noted, in `number`; a second Ctrl-C ends the process at once.
+
+    A thread does the noting: the main one may be waiting inside an operation, where no Python code of it runs.
+    """
 
     def __init__(self, announce: bool) -> None:
         self.number = 0
         self._announce, self._noted_at = announce, 0.0
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        threading.Thread(target=self._note_all, name="signals", daemon=True).start()
+        self._fd_before = signal.set_wakeup_fd(self._writer.fileno())
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._note)
+            self._before[number] = signal.signal(number, lambda number, frame: None)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
+        self._writer.close()  # ends the thread
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note_all(self) -> None:
+        while numbers := self._reader.recv(1):
+            self._note(numbers[0])
+        self._reader.close()
+
+    def _note(self, number: int) -> None:
         now = time.monotonic()
-        if self.number == 0:
+        if number in self._before and self.number == 0:
             self.number, self._noted_at = number, now
             if self._announce:
                 name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-                # Not print: the interrupted code may be in the middle of one.
-                os.write(
-                    sys.stderr.fileno(), f"\n{name}: saving after this step; Ctrl-C (again) ends at once\n".encode()
-                )
+                os.write(2, f"\n{name}: saving after this step; Ctrl-C (again) ends at once\n".encode())
         elif number == signal.SIGINT and now - self._noted_at > SAME_KEYSTROKE:
             os._exit(128 + signal.SIGINT)
