@@ -33,7 +33,11 @@ EXPENSIVE = {
 
 
 def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what is expensive, compute the rest again."""
+    """Keep what is expensive, compute the rest again.
+
+    It sees operations, not kernels that were compiled or launched on their own: an operation of ours that is to be kept has
+    to be a custom op. Flex attention is seen in compiled blocks alone; in eager ones it is computed again.
+    """
     ours = getattr(op, "namespace", None) == "titan_nemotron"
     return CheckpointPolicy.MUST_SAVE if ours or op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
