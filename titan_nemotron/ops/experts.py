@@ -70,9 +70,9 @@ class _SumRows(torch.autograd.Function):
 def _reference(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor) -> Tensor:
     outputs = []
     start = 0
-    for expert, stop in enumerate(offsets_E.tolist()):
-        hidden = torch.relu(x_RD[start:stop] @ up_EFD[expert].T).square() * weights_R[start:stop, None].to(x_RD.dtype)
-        outputs.append(hidden @ down_EDF[expert].T)
+    for up_FD, down_DF, stop in zip(up_EFD.unbind(), down_EDF.unbind(), offsets_E.tolist()):
+        a_RF = torch.relu(x_RD[start:stop] @ up_FD.T).square() * weights_R[start:stop, None].to(x_RD.dtype)
+        outputs.append(a_RF @ down_DF.T)
         start = stop
     outputs.append(x_RD.new_zeros(x_RD.shape[0] - start, down_EDF.shape[1]))
     return torch.cat(outputs)
