@@ -28,7 +28,7 @@ h, w = draw(9, 8) * torch.linspace(0.1, 30, 9)[:, None], draw(50, 8)
 targets = torch.randint(50, (9,), generator=random)
 targets[3] = -100
 for scales, temperature in ((None, 1.0), (draw(9), 0.6)):
-    compute = lambda path: head._scaled_gradients(h, w, targets, scales, temperature, True, True, path)
+    compute = lambda path: head._gradients(h, w, targets, scales, temperature, True, True, path)
     torch.testing.assert_close(compute("liger"), compute("chunked"), atol=1e-5, rtol=1e-5)
 print("equal")
 """

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_nemotron.ops.kernels import chosen
+from titan_nemotron.ops.opaque import opaque
 
 
 def relu2_experts(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor) -> Tensor:
@@ -22,8 +23,7 @@ def relu2_experts(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Ten
     path = chosen("experts", x_RD)
     if path == "reference":
         return _reference(x_RD, up_EFD, down_EDF, weights_R, offsets_E)
-    y, _ = _forward(x_RD, up_EFD, down_EDF, weights_R, offsets_E, path == "triton")
-    return y
+    return _Relu2Experts.apply(x_RD, up_EFD, down_EDF, weights_R, offsets_E, path == "triton")
 
 
 def gather_rows(x_TD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def _reference(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor
 
 # --- grouped matrix products, with squared ReLU and routing weight between them
 #
-# In custom operators, because F.grouped_mm does not compile in fp32.
+# Opaque to the compiler, because F.grouped_mm does not compile in fp32.
 
 
 def _products(a_RM: Tensor, b_EMN: Tensor, offsets_E: Tensor) -> Tensor:
@@ -135,7 +135,6 @@ def _activate_backward(h_RF: Tensor, da_RF: Tensor, weights_R: Tensor) -> tuple[
     return square_RF.mul_(weights_R[:, None]), da_RF.mul_(relu_RF).mul_(2 * weights_R[:, None]), dweights_R
 
 
-@torch.library.custom_op("titan_nemotron::relu2_experts", mutates_args=())
 def _forward(
     x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor]:
@@ -149,7 +148,6 @@ def _forward(
     return _clear_tail(_products(a_RF, down_EDF.transpose(1, 2), offsets_E), offsets_E), h_RF
 
 
-@torch.library.custom_op("titan_nemotron::relu2_experts_backward", mutates_args=())
 def _backward(
     grad_RD: Tensor,
     x_RD: Tensor,
@@ -173,26 +171,31 @@ def _backward(
     return _clear_tail(dx, offsets_E), dup, ddown, _clear_tail(dweights_R, offsets_E)
 
 
-@_forward.register_fake
-def _(x_RD: Tensor, up_EFD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _forward_shapes(x_RD: Tensor, up_EFD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x_RD.new_empty(x_RD.shape), x_RD.new_empty(x_RD.shape[0], up_EFD.shape[1])
 
 
-@_backward.register_fake
-def _(
-    grad_RD: Tensor, x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (x_RD, up_EFD, down_EDF, weights_R))  # type: ignore[return-value]
+def _backward_shapes(grad_RD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in rest[:4])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.fused = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.set_materialize_grads(False)
+_INPUTS = "Tensor x, Tensor up, Tensor down, Tensor weights, Tensor offsets"
+_FORWARD = opaque(f"relu2_experts({_INPUTS}, bool fused) -> (Tensor, Tensor)", _forward, _forward_shapes)
+_BACKWARD = opaque(
+    f"relu2_experts_backward(Tensor grad, {_INPUTS}, Tensor h, bool fused) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_shapes,
+)
 
 
-def _gradients(ctx: Any, grad_RD: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_backward(grad_RD, *ctx.saved_tensors, ctx.fused), None, None
+class _Relu2Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        y_RD, h_RF = _FORWARD(*inputs)
+        *tensors, ctx.fused = inputs
+        ctx.save_for_backward(*tensors, h_RF)
+        return y_RD
 
-
-_forward.register_autograd(_gradients, setup_context=_keep)
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_BACKWARD(grad_RD, *ctx.saved_tensors, ctx.fused), None, None

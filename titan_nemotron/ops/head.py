@@ -11,6 +11,7 @@ from torch import Tensor
 
 from titan_nemotron.layout import IGNORED
 from titan_nemotron.ops.kernels import chosen
+from titan_nemotron.ops.opaque import opaque
 
 
 def linear_cross_entropy(
@@ -71,10 +72,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         path: str,
     ) -> tuple[Tensor, Tensor]:
         if h_grad or w_grad:
-            logprobs, dh, dw = _scaled_gradients(h_TD, w_VD, targets_T, token_weights_T, 1.0, h_grad, w_grad, path)
+            logprobs, dh, dw = _GRADIENTS(h_TD, w_VD, targets_T, token_weights_T, 1.0, h_grad, w_grad, path)
             ctx.save_for_backward(dh if h_grad else None, dw if w_grad else None)
         else:
-            logprobs, _ = _logprobs(h_TD, w_VD, targets_T, 1.0)
+            logprobs, _ = _LOGPROBS(h_TD, w_VD, targets_T, 1.0)
         ctx.mark_non_differentiable(logprobs)
         ctx.set_materialize_grads(False)
         weighted = logprobs if token_weights_T is None else logprobs * token_weights_T
@@ -94,7 +95,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, h_TD: Tensor, w_VD: Tensor, targets_T: Tensor, temperature: float, path: str
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = _logprobs(h_TD, w_VD, targets_T, temperature)
+        logprobs, entropy = _LOGPROBS(h_TD, w_VD, targets_T, temperature)
         ctx.save_for_backward(h_TD, w_VD, targets_T)
         ctx.temperature, ctx.path = temperature, path
         ctx.mark_non_differentiable(entropy)
@@ -106,7 +107,7 @@ class _LinearLogprobs(torch.autograd.Function):
         h, w, targets = ctx.saved_tensors
         h_grad, w_grad, *_ = ctx.needs_input_grad
         scales = grad_T / -ctx.temperature
-        _, dh, dw = _scaled_gradients(h, w, targets, scales, ctx.temperature, h_grad, w_grad, ctx.path)
+        _, dh, dw = _GRADIENTS(h, w, targets, scales, ctx.temperature, h_grad, w_grad, ctx.path)
         return dh if h_grad else None, dw if w_grad else None, None, None, None
 
 
@@ -139,7 +140,6 @@ def _chunks(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor) -> Iterator[tuple[Ten
         yield places_C, h_CD, logits_CV, targets_T[places_C]
 
 
-@torch.library.custom_op("titan_nemotron::linear_logprobs", mutates_args=())
 def _logprobs(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies."""
     logprobs, entropy = (h_TD.new_zeros(len(h_TD), dtype=torch.float32) for _ in range(2))
@@ -156,8 +156,7 @@ def _logprobs(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor, temperature: float)
     return logprobs, entropy
 
 
-@torch.library.custom_op("titan_nemotron::linear_logprobs_gradients", mutates_args=())
-def _scaled_gradients(
+def _gradients(
     h_TD: Tensor,
     w_VD: Tensor,
     targets_T: Tensor,
@@ -217,24 +216,32 @@ def _liger_gradient(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
     return -loss
 
 
-@_logprobs.register_fake
-def _(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _logprobs_shapes(h_TD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return h_TD.new_empty(len(h_TD), dtype=torch.float32), h_TD.new_empty(len(h_TD), dtype=torch.float32)
 
 
-@_scaled_gradients.register_fake
-def _(
+def _gradients_shapes(
     h_TD: Tensor,
     w_VD: Tensor,
     targets_T: Tensor,
     scales_T: Tensor | None,
     temperature: float,
-    h_grad: bool,
-    w_grad: bool,
+    h: bool,
+    w: bool,
     path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        h_TD.new_empty(len(h_TD), dtype=torch.float32),
-        h_TD.new_empty(h_TD.shape if h_grad else 0),
-        w_VD.new_empty(w_VD.shape if w_grad else 0),
-    )
+    logprobs, _ = _logprobs_shapes(h_TD)
+    return logprobs, h_TD.new_empty(h_TD.shape if h else 0), w_VD.new_empty(w_VD.shape if w else 0)
+
+
+_LOGPROBS = opaque(
+    "linear_logprobs(Tensor h, Tensor w, Tensor targets, float temperature) -> (Tensor, Tensor)",
+    _logprobs,
+    _logprobs_shapes,
+)
+_GRADIENTS = opaque(
+    "linear_logprobs_gradients(Tensor h, Tensor w, Tensor targets, Tensor? scales, float temperature, bool h_grad, "
+    "bool w_grad, str path) -> (Tensor, Tensor, Tensor)",
+    _gradients,
+    _gradients_shapes,
+)
