@@ -92,7 +92,7 @@ def test_a_window_in_a_long_document():
             torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [([6, 7, -2],), ([5, 5], [10]), ([-3, 12],), ([1, 2],), ([2, 3], [2, 3])])
+@pytest.mark.parametrize("rows", [([6, 7, -2],), ([5, 5], [10]), ([-3, 12],), ([2, 3],)])
 def test_nothing_crosses_a_boundary_and_padding_is_zero(rows):
     layout = layout_of(*rows)
     q, k, v = (leaf.detach().float().requires_grad_() for leaf in inputs(0, layout, 1, 2, 8, 8))
