@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import REPOSITORY
 
-TRAINER = """
+TRAINER = r"""
 import os, pathlib, signal, sys, time
 rank, what = os.environ["RANK"], sys.argv[1]
 if what == "mistake":
