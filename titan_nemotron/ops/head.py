@@ -136,7 +136,7 @@ def _chunks(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor) -> Iterator[tuple[Ten
         if w_VD.dtype == torch.float32:
             torch.mm(h_CD, w_VD.T, out=logits_CV)
         else:
-            logits_CV = torch.mm(h_CD, w_VD.T, out_dtype=torch.float32)
+            torch.mm(h_CD, w_VD.T, out_dtype=torch.float32, out=logits_CV)
         yield places_C, h_CD, logits_CV, targets_T[places_C]
 
 
@@ -146,7 +146,8 @@ def _logprobs(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor, temperature: float)
     for places_C, _, logits_CV, targets_C in _chunks(h_TD, w_VD.to(_operand_dtype(h_TD)), targets_T):
         parts = len(places_C) if h_TD.device.type == "cuda" else max(1, CACHE // len(w_VD))
         for place, x, target in zip(places_C.split(parts), logits_CV.split(parts), targets_C.split(parts)):
-            x.div_(temperature) if temperature != 1 else x
+            if temperature != 1:
+                x.div_(temperature)
             x.sub_(x.amax(1, keepdim=True))
             picked = x.gather(1, target[:, None])[:, 0]
             exponentials = x.exp()
@@ -173,19 +174,18 @@ def _gradients(
     logprobs = h_TD.new_zeros(len(h_TD), dtype=torch.float32)
     dh = torch.zeros_like(h_TD) if h_grad else h_TD.new_empty(0)
     dw = torch.zeros_like(w_VD, dtype=torch.float32) if w_grad else w_VD.new_empty(0)
-    w_VD_ = w_VD.to(_operand_dtype(h_TD))
-    for places_C, h_CD, logits_CV, targets_C in _chunks(h_TD, w_VD_, targets_T):
+    operand_VD = w_VD.to(_operand_dtype(h_TD))
+    for places_C, h_CD, logits_CV, targets_C in _chunks(h_TD, operand_VD, targets_T):
         if temperature != 1:
             logits_CV.div_(temperature)
-        to_gradient = _liger_gradient if path == "liger" else _gradient
-        logprobs[places_C] = to_gradient(logits_CV, targets_C)
-        g_CV = logits_CV.to(w_VD_.dtype)
-        scales_C1 = None if scales_T is None else scales_T[places_C, None].to(w_VD_.dtype)
+        logprobs[places_C] = (_liger_gradient if path == "liger" else _gradient)(logits_CV, targets_C)
+        g_CV = logits_CV.to(operand_VD.dtype)
+        scales_C1 = None if scales_T is None else scales_T[places_C, None].float()
         if h_grad:
-            dh_CD = g_CV @ w_VD_
+            dh_CD = g_CV @ operand_VD
             dh[places_C] = (dh_CD if scales_C1 is None else dh_CD * scales_C1).to(dh.dtype)
         if w_grad:
-            h_CD = h_CD if scales_C1 is None else h_CD * scales_C1
+            h_CD = h_CD if scales_C1 is None else (h_CD * scales_C1).to(h_CD.dtype)
             if g_CV.dtype == torch.float32:
                 dw.addmm_(g_CV.T, h_CD)
             else:
