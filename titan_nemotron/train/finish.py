@@ -19,8 +19,6 @@ TEMPERATURE, TOP_P = 0.7, 0.9  # of the sampled completion
 
 def finish(run: Run, metrics: Metrics | None, progress: Progress) -> None:
     """Called by all ranks when the last step is done and saved, also when a run that was done is started again."""
-    if metrics is not None:
-        metrics.close()
     run.loader.close()
     if run.job.checkpoint.export:
         export_model(run)
@@ -73,7 +71,7 @@ def summary(run: Run, progress: Progress, tokens_per_second: float, completion: 
     if completion is not None:
         yield f"  completion   of {run.job.metrics.completion_prompt!r}:"
         for line in completion.splitlines():
-            yield f"    | {line}"
+            yield f"    | {''.join(sign if sign.isprintable() else '�' for sign in line.expandtabs(4))}"
 
 
 def last_record(directory: Path) -> dict[str, Any]:

@@ -32,7 +32,10 @@ def train(job: Job, ranks: Ranks) -> None:
     nonfinite_in_a_row = 0
     safe = run.position(progress)  # before a streak of steps that were not finite, which moved nothing
 
-    with StopSignal(announce=ranks.rank == 0) as stop:
+    with (
+        StopSignal(announce=ranks.rank == 0) as stop,
+        contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
+    ):
         while progress.step < last:
             step = progress.step + 1
             ranks.watchdog.phase(f"step {step}, reading data")

@@ -95,7 +95,7 @@ class Metrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Since the run was started, validation and checkpoints left out."""
+        """Since the run was started, validation left out."""
         return self._total_tokens / self._seconds if self._seconds else 0.0
 
     def close(self) -> None:
