@@ -38,8 +38,9 @@ class GatedConv(nn.Module):
 
     def make_cache(self, num_rows: int, capacity: int) -> "ConvCache":
         """Called by generation; a mixer without this method can be trained but not decoded."""
-        weight = self.conv1d.weight
-        return ConvCache(weight.new_zeros(num_rows, weight.shape[0], weight.shape[2]))
+        channels, _, taps = self.conv1d.weight.shape
+        # Not weight.new_zeros: outside its block's forward a weight may be a shard, and so would be what is made of it.
+        return ConvCache(torch.zeros(num_rows, channels, taps, device=self.conv1d.weight.device))
 
 
 class ConvCache:
