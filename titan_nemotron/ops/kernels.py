@@ -23,10 +23,11 @@ class Path:
 
 
 REFERENCE = Path("reference")
+# causal_conv1d_cuda is the extension of causal-conv1d, which an install without CUDA lacks.
 # Fastest first; the reference is last, takes everything, and is what fp64 always takes.
 PATHS: dict[str, tuple[Path, ...]] = {
     "ssd": (Path("mamba_ssm", ("cuda",), "mamba_ssm"), Path("chunked"), REFERENCE),
-    "conv": (Path("causal_conv1d", ("cuda",), "causal_conv1d"), Path("shifted"), REFERENCE),
+    "conv": (Path("causal_conv1d", ("cuda",), "causal_conv1d_cuda"), Path("shifted"), REFERENCE),
     "norm": (Path("fused"), REFERENCE),
     "attention": (Path("documents", ("cpu",)), Path("flex", ("cuda",)), REFERENCE),
     "experts": (Path("triton", ("cuda",), "triton"), Path("grouped_mm"), REFERENCE),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_nemotron.ops.conv.package import packaged_sum, takes
 from titan_nemotron.ops.conv.reference import masked_sum
 from titan_nemotron.ops.conv.shifted import shifted_sum
 from titan_nemotron.ops.kernels import chosen
@@ -27,8 +28,11 @@ def causal_conv1d(
     0, as when a sequence is continued; zeros otherwise. Padding positions (document id -1) give 0. Computed in at least
     fp32. Source: Dao and Gu, "Transformers are SSMs", 2024. Returns [B, L, C] in x's dtype.
     """
-    if x_BLC.shape[1] == 0 or chosen("conv", x_BLC) == "reference":
+    path = chosen("conv", x_BLC)
+    if x_BLC.shape[1] == 0 or path == "reference":
         return masked_sum(x_BLC, weight_CK, bias_C, document_ids_BL, initial_state_BCK)
+    if path == "causal_conv1d" and takes(x_BLC, weight_CK, initial_state_BCK):
+        return packaged_sum(x_BLC, weight_CK, bias_C, document_ids_BL)
     return shifted_sum(x_BLC, weight_CK, bias_C, document_ids_BL, initial_state_BCK)
 
 

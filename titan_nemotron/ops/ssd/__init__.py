@@ -9,6 +9,7 @@ from torch import Tensor
 
 from titan_nemotron.ops.kernels import chosen
 from titan_nemotron.ops.ssd.chunked import chunked_scan
+from titan_nemotron.ops.ssd.mamba import mamba_scan
 from titan_nemotron.ops.ssd.reference import sequential_scan
 
 __all__ = ["ssd_scan", "ssd_step"]
@@ -33,12 +34,15 @@ def ssd_scan(
     A = -exp(A_log) is negative, one number a head; head h reads group h // (H / G) of B and C. S restarts from zero
     where a document starts; initial_state belongs to the document of position 0. At padding (id -1) y is 0 and S is
     carried through unchanged, so the final state is the one after the last valid token. chunk_size never changes the
-    result: it is a hint, which the CPU path ignores. Source: Dao and Gu, "Transformers are SSMs", 2024.
+    result: it is a hint, which only the GPU path heeds. Source: Dao and Gu, "Transformers are SSMs", 2024.
     Returns y [B, L, H, P] in x's dtype and the final state [B, H, P, N] in at least fp32.
     """
     arguments = (x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, document_ids_BL, dt_limit, initial_state_BHPN)
-    if x_BLHP.shape[1] == 0 or chosen("ssd", x_BLHP) == "reference":
+    path = chosen("ssd", x_BLHP)
+    if x_BLHP.shape[1] == 0 or path == "reference":
         return sequential_scan(*arguments)
+    if path == "mamba_ssm":
+        return mamba_scan(*arguments, chunk_size)
     return chunked_scan(*arguments)
 
 
