@@ -63,3 +63,29 @@ def test_step_continues_a_sequence():
         y, state = causal_conv1d_step(state, x[:, t], weight, bias)
         torch.testing.assert_close(y, expected[:, t])
     torch.testing.assert_close(state, x[:, 1:].mT)
+
+
+def test_nothing_crosses_documents():
+    inputs, ids = make_inputs(0, 1, 20, 3, 4), torch.tensor([[0] * 5 + [1] * 6 + [-1] + [2] * 8])
+    inside = ids[0] == 1
+    changed = [tensor.clone() for tensor in inputs]
+    changed[0][:, inside] = 1e4 * changed[0][:, inside].flip(1)
+    before, after = (run(shifted_sum, tensors, ids, torch.float32, True, True) for tensors in (inputs, changed))
+    for index in (0, 1):  # y and the gradient of x
+        assert torch.equal(after[index][:, ~inside], before[index][:, ~inside])
+
+
+def test_bf16_inputs_are_summed_in_fp32():
+    x, weight, bias, _ = make_inputs(0, 2, 30, 8, 4)
+    ids = make_documents(0, 2, 30, 0.1, 0.1)
+    y = causal_conv1d(x.bfloat16(), weight.float(), bias.float(), ids)
+    assert y.dtype == torch.bfloat16
+    assert relative(y, masked_sum(x.bfloat16().double(), weight, bias, ids, None)) < 4e-3
+
+
+def test_a_compiled_convolution_is_one_graph():
+    inputs, ids = make_inputs(0, 2, 20, 3, 4), make_documents(0, 2, 20, 0.1, 0.1)
+    compiled = torch.compile(shifted_sum, fullgraph=True, backend="aot_eager")
+    arguments = (inputs, ids, torch.float32, True, True)
+    for a, e in zip(run(compiled, *arguments), run(shifted_sum, *arguments), strict=True):
+        assert torch.equal(a, e)

@@ -77,3 +77,79 @@ def test_step_continues_the_scan():
         y, state = ssd_step(state, x[:, t], dt[:, t], A, B[:, t], C[:, t], D, dt_bias)
         torch.testing.assert_close(y, expected[:, t])
     torch.testing.assert_close(state, final)
+
+
+def test_internal_chunks_do_not_change_the_result():
+    inputs, ids = make_inputs(0, 2, 100), make_documents(0, 2, 100, 0.03, 0.1)
+    results = []
+    for chunk in (8, 16, 64, 128):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chunked, "CHUNK", chunk)
+            results.append(run(chunked_scan, inputs, ids, torch.float32))
+    for other in results[1:]:
+        for a, e in zip(other, results[0], strict=True):
+            assert relative(a, e.double()) < 2e-6
+
+
+def test_the_hint_of_a_chunk_changes_nothing():
+    inputs, ids = [tensor.float() for tensor in make_inputs(0, 1, 40)], make_documents(0, 1, 40, 0.1, 0.1)
+    first, second = (ssd_scan(*inputs[:7], ids, chunk_size=size)[0] for size in (16, 128))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("other", [1.0, 1e4], ids=["noise", "huge"])
+def test_nothing_crosses_documents(other):
+    """Perturbing one document changes no other, forward or backward, wherever the boundaries fall in the chunks."""
+    inputs, ids = make_inputs(0, 1, 150), torch.full((1, 150), -1)
+    for document, (start, stop) in enumerate([(0, 30), (30, 64), (66, 69), (69, 150)]):
+        ids[0, start:stop] = document
+    changed = [tensor.clone() for tensor in inputs]
+    inside = ids[0] == 1
+    for index in (0, 1, 3, 4):  # x, dt, B, C
+        changed[index][:, inside] = other * changed[index][:, inside].flip(1)
+    before, after = (run(chunked_scan, tensors, ids, torch.float32) for tensors in (inputs, changed))
+    for index in (0, 2, 3, 5, 6):  # y and the gradients of x, dt, B, C
+        torch.testing.assert_close(after[index][:, ~inside], before[index][:, ~inside], rtol=0, atol=0)
+    assert torch.equal(after[1], before[1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_extreme_decays(seed):
+    """A state forgotten at once beside one that hardly changes: long sums of decays, small differences of them."""
+    inputs = make_inputs(seed, 1, 130)
+    dt = inputs[1]
+    dt[:] = torch.where(torch.rand(dt.shape, generator=torch.Generator().manual_seed(seed)) < 0.2, 60.0, -12.0)
+    ids = torch.zeros(1, 130, dtype=torch.int32)
+    expected, actual = run(sequential_scan, inputs, ids, torch.float64), run(chunked_scan, inputs, ids, torch.float32)
+    for name, a, e in zip(("y", "final_state", *NAMES), actual, expected, strict=True):
+        assert relative(a, e) < 1e-5, name
+
+
+def test_bf16_inputs_are_summed_in_fp32():
+    inputs = [tensor.bfloat16().double() for tensor in make_inputs(0, 2, 70)]
+    ids = make_documents(0, 2, 70, 0.05, 0.1)
+    expected = run(sequential_scan, inputs, ids, torch.float64)
+    leaves = [tensor.to(torch.bfloat16 if index in (0, 3, 4) else torch.float32) for index, tensor in enumerate(inputs)]
+    y, state = ssd_scan(*leaves[:7], ids, initial_state_BHPN=leaves[7])
+    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    assert relative(y, expected[0]) < 4e-3
+    assert relative(state, expected[1]) < 1e-5
+
+
+def test_a_compiled_scan_is_one_graph():
+    inputs, ids = make_inputs(0, 2, 20), make_documents(0, 2, 20, 0.1, 0.1)
+    compiled = torch.compile(chunked_scan, fullgraph=True, backend="aot_eager")
+    for a, e in zip(
+        run(compiled, inputs, ids, torch.float32), run(chunked_scan, inputs, ids, torch.float32), strict=True
+    ):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_short_rows(length):
+    inputs = [tensor.float() for tensor in make_inputs(0, 2, length)]
+    ids = torch.zeros(2, length, dtype=torch.int32)
+    y, state = ssd_scan(*inputs[:7], ids, initial_state_BHPN=inputs[7])
+    assert y.shape == inputs[0].shape
+    if length == 0:
+        assert torch.equal(state, inputs[7])
