@@ -173,7 +173,8 @@ def _gradients(
     """
     logprobs = h_TD.new_zeros(len(h_TD), dtype=torch.float32)
     dh = torch.zeros_like(h_TD) if h_grad else h_TD.new_empty(0)
-    dw = torch.zeros_like(w_VD, dtype=torch.float32) if w_grad else w_VD.new_empty(0)
+    dw = torch.empty_like(w_VD, dtype=torch.float32) if w_grad else w_VD.new_empty(0)
+    started = 0  # the first chunk fills dw, the others add to it
     operand_VD = w_VD.to(_operand_dtype(h_TD))
     for places_C, h_CD, logits_CV, targets_C in _chunks(h_TD, operand_VD, targets_T):
         if temperature != 1:
@@ -187,9 +188,12 @@ def _gradients(
         if w_grad:
             h_CD = h_CD if scales_C1 is None else (h_CD * scales_C1).to(h_CD.dtype)
             if g_CV.dtype == torch.float32:
-                dw.addmm_(g_CV.T, h_CD)
+                dw.addmm_(g_CV.T, h_CD, beta=started)
             else:
-                torch.addmm(dw, g_CV.T, h_CD, out_dtype=torch.float32, out=dw)
+                torch.addmm(dw, g_CV.T, h_CD, beta=started, out_dtype=torch.float32, out=dw)
+            started = 1
+    if not started:
+        dw.zero_()
     return logprobs, dh, dw.to(w_VD.dtype)
 
 
