@@ -25,7 +25,8 @@ class Bare(importlib.machinery.PathFinder):
 sys.meta_path = [Bare if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
 import titan_nemotron
 for module in pkgutil.walk_packages(titan_nemotron.__path__, "titan_nemotron."):
-    importlib.import_module(module.name)
+    if not module.name.endswith("_triton"):  # kernels: imported where they run
+        importlib.import_module(module.name)
 """
 
 

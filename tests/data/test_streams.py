@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.data.support import config, read, reader, stream_tokens, texts, tokenizer, write_jsonl, write_parquet
@@ -63,6 +63,7 @@ def same_document(tokens: list[int], numbers: list[int], position: int, ahead: i
 
 
 @given(st.text("ab é\n😀", min_size=200, max_size=600), st.integers(1, 3), st.integers(0, 4))
+@example("a" * 191 + "😀", 1, 0)  # the last piece holds nothing but the rest of a character
 @settings(max_examples=40, deadline=None)
 def test_long_files_are_read_piece_by_piece(text: str, streams: int, depths: int) -> None:
     """Pieces of 64 bytes: the same text, rows and targets across them, and a resume in any of them."""

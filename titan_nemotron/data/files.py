@@ -92,7 +92,7 @@ def _piece_start(file: BinaryIO, piece: int, size: int) -> int:
     line_end = near.find(b"\n")
     if line_end >= 0:
         return start + line_end + 1
-    return start + next((skip for skip, byte in enumerate(near[:4]) if byte & 0xC0 != 0x80), 0)
+    return start + next((skip for skip, byte in enumerate(near[:4]) if byte & 0xC0 != 0x80), len(near[:4]))
 
 
 class JsonLines:
