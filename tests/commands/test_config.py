@@ -55,6 +55,10 @@ def test_help_of_train_shows_every_key(capsys: pytest.CaptureFixture[str], monke
             assert f"default: {toml(field.default)})" in words
 
 
+def test_there_are_examples() -> None:
+    assert EXAMPLES
+
+
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
 def test_examples(file: Path) -> None:
     """Each is valid, also in an editor's eyes, refers to the schema, and says nothing that its base says already."""

@@ -1,5 +1,8 @@
 """No information crosses a document's boundary, wherever it falls, and padding disturbs nothing."""
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,9 +11,17 @@ from torch import nn
 
 from tests.models.support import VOCABULARY, batch_of, random_tokens, row_of, small_model
 from titan_nemotron.layout import DocumentLayout
+from titan_nemotron.ops.ssd import chunked
 
 # Segments of a row; a negative length is padding. Chunks are 8 tokens, so that boundaries fall everywhere in them.
 segments = st.lists(st.integers(-4, 13).filter(bool), min_size=1, max_size=6).filter(lambda row: max(row) > 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_chunks() -> Iterator[None]:
+    """The scan's chunks are 8 positions, as the models' chunk_size says, though the CPU path takes its own length."""
+    with mock.patch.object(chunked, "CHUNK", 8):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """One folder of fixtures: its files, and comparisons under its own tolerances."""
 
 import json
-import warnings
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ class Case:
     def equal_number(self, found: float, expected: float, relative: float = 1e-5) -> None:
         assert abs(found - expected) <= relative * abs(expected), f"{found} for {expected}"
 
-    def report_unread(self) -> None:
+    def assert_all_read(self) -> None:
+        """Every tensor of the file was compared, or used, but for INFORMATION."""
         unread = set(self.__dict__.get("tensors", {})) - self._read - set(INFORMATION)
-        if unread:
-            warnings.warn(f"{self.folder.name}: nothing looked at {', '.join(sorted(unread))}", stacklevel=2)
+        assert not unread, f"{self.folder.name}: nothing looked at {', '.join(sorted(unread))}"

@@ -3,9 +3,11 @@
 Shapes: B rows, L positions, T = B * L tokens, E experts, K experts a token, V vocabulary.
 """
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from titan_nemotron.generation.sampling import Sampling
 from titan_nemotron.layout import PADDING, Batch
 from titan_nemotron.models.family import Losses
 from titan_nemotron.models.nemotron3 import FAMILY
+from titan_nemotron.ops.ssd import chunked
 from titan_nemotron.optim.config import ScheduleConfig
 from titan_nemotron.optim.router_bias import update_router_biases
 from titan_nemotron.optim.schedule import learning_rate
@@ -180,11 +183,11 @@ def check_mtp(case: Case) -> None:
 
 
 def check_lengths(case: Case) -> None:
-    """Every length at the case's chunk size and at others, the longest with its gradients."""
+    """Every length with the scan's chunks of 8 and of 64, the longest with its gradients."""
     assert case.config["chunk_size"] == case.meta["chunk_size"]
-    for chunk_size in (case.meta["chunk_size"], 1, 5, 64):
-        model = case.model(FAMILY, chunk_size=chunk_size)
-        for length in case.meta["lengths"]:
+    for chunk, length in itertools.product((8, 64), case.meta["lengths"]):
+        model = case.model(FAMILY)
+        with mock.patch.object(chunked, "CHUNK", chunk):
             seen = Recorder(model)
             tokens = case[f"s{length}.input_ids"]
             logits = model(tokens)

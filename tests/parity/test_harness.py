@@ -67,11 +67,11 @@ def test_a_wrong_loss_fails(tmp_path: Path) -> None:
         nemotron3.check_model(Case(folder, meta))
 
 
-def test_what_nothing_looks_at_is_reported(tmp_path: Path) -> None:
+def test_what_nothing_looks_at_fails(tmp_path: Path) -> None:
     folder = copied("padding", tmp_path)
     tensors = load_file(folder / "io.safetensors")
     save_file({**tensors, "middle.logits": torch.zeros(3)}, folder / "io.safetensors")
-    with pytest.warns(UserWarning, match=r"padding: nothing looked at middle\.logits"):
+    with pytest.raises(AssertionError, match=r"padding: nothing looked at middle\.logits"):
         run_case(folder)
 
 
