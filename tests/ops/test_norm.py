@@ -54,3 +54,15 @@ def test_a_strided_gate_and_a_block_compile_in_one_graph():
     eager = gated_rms_norm(y, projected[..., :8], w, 4, 1e-5)
     compiled = torch.compile(gated_rms_norm, fullgraph=True, backend="aot_eager")(y, projected[..., :8], w, 4, 1e-5)
     torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e15])
+@pytest.mark.parametrize("norm", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str)
+def test_zero_and_huge_inputs(norm, scale, dtype, tolerance):
+    y, z, w = make((4, 8))
+    y = (y * scale).to(dtype)
+    z = z.to(dtype)
+    actual = norm(y, z, w.to(dtype))
+    assert relative(actual, norm(y.double(), z.double(), w.to(dtype).double())) < tolerance
+    assert actual.any() == bool(scale)
