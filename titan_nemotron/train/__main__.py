@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m titan_ne
     except UserError as error:
         if rank_zero:
             print(as_errors(error), file=sys.stderr)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when one has ended; the one that speaks comes first
         return MISTAKE
     return run(job, options.dry_run)
 
