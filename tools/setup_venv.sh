@@ -109,7 +109,7 @@ say_torch() {
 
 # Everybody's extras; those of the tests; on a GPU the low-precision formats as well.
 extras_for() {
-    echo "data,hf$([[ "$1" == tests ]] && echo ,test)$([[ "$1" == tests ]] || has_gpu && echo ,lowp)"
+    echo "data$([[ "$1" == tests ]] && echo ,hf,test)$([[ "$1" == tests ]] || has_gpu && echo ,lowp)"
 }
 
 stands_where_it_was_made() { tr -d "'\"" 2> /dev/null < "$venv/bin/activate" | grep -qF "VIRTUAL_ENV=$venv"; }

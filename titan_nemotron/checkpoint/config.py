@@ -1,6 +1,7 @@
 """The `[checkpoint]` table."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -30,5 +31,7 @@ class CheckpointConfig(Table):
     """Write the trained model as a Hugging Face directory, hf/, at the end."""
 
     def mistakes(self) -> Iterator[str]:
+        if self.load is not None and not Path(self.load).expanduser().is_dir():
+            yield f"load = {self.load!r}: no such directory; give a Hugging Face directory or one of our checkpoints"
         if self.init_missing and self.load is None:
             yield "init_missing: means nothing without load; set [checkpoint] load, or remove init_missing"

@@ -157,7 +157,7 @@ def value_of(found: FieldInfo | Any, words: tuple[str, ...]) -> Any:
         item = get_args(sequence)[0] if get_args(sequence) else str
         return [value_of(item, (word,)) for word in words]
     if len(words) != 1:
-        return list(words)
+        return [_toml(word) for word in words] if annotation in (Any, object) else list(words)
     text = words[0]
     if text.lower() == "none" and type(None) in get_args(annotation):
         return None

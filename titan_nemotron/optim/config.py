@@ -11,10 +11,8 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Table):
-    """What moves the weights."""
+    """AdamW, which moves the weights, and the routers' balancing."""
 
-    name: Literal["adamw"] = "adamw"
-    """Optimizer."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate; the schedule scales it."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)

@@ -32,10 +32,14 @@ def finish(run: Run, metrics: Metrics | None, progress: Progress) -> None:
 def export_model(run: Run) -> None:
     """Write hf/; rank 0 writes while all ranks gather one tensor after the other."""
     run.ranks.watchdog.phase("export")
-    directory = run.directory / "hf"
-    if run.ranks.rank == 0 and directory.exists():
-        shutil.rmtree(directory)
-    export(run.model, run.family, run.job.model.resolved(), run.directory, directory)
+    directory, new = run.directory / "hf", run.directory / "hf.new"
+    if run.ranks.rank == 0 and new.exists():  # of an export that was cut off
+        shutil.rmtree(new)
+    export(run.model, run.family, run.job.model.resolved(), run.directory, new)
+    if run.ranks.rank == 0:
+        if directory.exists():
+            shutil.rmtree(directory)
+        new.rename(directory)
 
 
 def sampled_completion(run: Run) -> str:

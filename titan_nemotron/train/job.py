@@ -51,6 +51,12 @@ class Job(Table):
                 f"{vocabulary}; raise that or lower this"
             )
 
+        steps = self.training.steps
+        if self.schedule.warmup_steps > steps:
+            yield f"schedule.warmup_steps = {self.schedule.warmup_steps}: more than training.steps = {steps}; lower it"
+        if beyond := [step for step in self.metrics.profile if step > steps]:
+            yield f"metrics.profile = {self.metrics.profile}: the run ends at step {steps}; leave out {beyond}"
+
     def check_ranks(self, num_ranks: int) -> None:
         """What the tables say must fit the number of ranks. Raises UserError with a line for each mistake."""
         lines = []

@@ -34,6 +34,8 @@ class LocalAttention(nn.Module):
         latent: Tensor | None = None,
         expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """The heads' outputs [B, L, H, E] in q's dtype, and their largest logits [H] where somebody monitors them."""
+        assert latent is None and expand is None, "this core expands no latent"
         if cache is None:
             return attention(q_BLHE, k_BLKE, v_BLKE, layout, scale=self.scale, window=self.window), None
         k, v, mask = cache.append(k_BLKE, v_BLKE, layout)

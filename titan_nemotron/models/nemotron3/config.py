@@ -1,5 +1,6 @@
 """Configuration of the Nemotron 3 family, in the names of its hub files."""
 
+import importlib.util
 from collections.abc import Iterator
 
 from pydantic import Field
@@ -7,6 +8,15 @@ from pydantic import Field
 from titan_nemotron.config import Table
 
 LETTERS = {"M": "Mamba-2", "*": "attention", "E": "mixture of experts", "-": "MLP"}
+
+
+def importable(path: str) -> bool:
+    """Whether a module of 'module:Class' is there; only packages around it are imported."""
+    module, _, name = path.partition(":")
+    try:
+        return bool(name) and importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 class Nemotron3Config(Table):
@@ -66,6 +76,12 @@ class Nemotron3Config(Table):
 
     def mistakes(self) -> Iterator[str]:
         known = {**LETTERS, **self.mixers}
+        for letter, path in self.mixers.items():
+            if not importable(path):
+                yield f"mixers.{letter} = {path!r}: cannot be found; write 'module:Class', with the module importable here"
+        low, high = self.time_step_limit
+        if not low <= high:
+            yield f"time_step_limit = {[low, high]}: its first number is above its second; swap them"
         for key in ("pattern", "mtp_pattern"):
             pattern = getattr(self, key)
             unknown = "".join(sorted(set(pattern) - set(known)))
