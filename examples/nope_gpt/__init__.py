@@ -8,6 +8,6 @@ FAMILY = Family(
     name="nope_gpt",
     config=NopeGPTConfig,
     model=NopeGPT,
-    flavors={"tiny": NopeGPTConfig(vocab_size=2048, hidden_size=96, num_layers=3, num_attention_heads=4)},
+    flavors={"small": NopeGPTConfig(vocab_size=2048, hidden_size=96, num_layers=3, num_attention_heads=4)},
     hub=hub,
 )

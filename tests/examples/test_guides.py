@@ -55,7 +55,7 @@ def models() -> dict[str, torch.nn.Module]:
     )
     built = {
         "mixer": NEMOTRON3.model(mixer),
-        "family": NOPE_GPT.model(NOPE_GPT.flavors["tiny"].model_copy(update={"vocab_size": 64})),
+        "family": NOPE_GPT.model(NOPE_GPT.flavors["small"].model_copy(update={"vocab_size": 64})),
     }
     for model in built.values():
         initialize(model, seed=1)

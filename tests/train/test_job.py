@@ -15,7 +15,7 @@ COMBINATIONS = {
     "by num_key_value_heads = 2; change one of them",
     "[model.config]\nhidden_sise = 5": "job.toml:2: model.config.hidden_sise = 5: unknown key; did you mean "
     "hidden_size?",
-    "[model]\nflavor = 'nano'": 'job.toml:2: model.flavor = "nano": nemotron3 has no such flavor; known: debug, '
+    "[model]\nflavor = 'nano'": 'job.toml:2: model.flavor = "nano": nemotron3 has no such flavor; known: debug, tiny, '
     "nano_30b, super_120b, ultra_550b",
     "[model]\nfamily = 'nowhere'": "job.toml:2: model.family: cannot import 'nowhere' (No module named 'nowhere'); "
     "built in: nemotron3",
