@@ -81,7 +81,7 @@ def test_first_start_installs_and_second_does_not(start):
     status, output, calls = start()
     assert status == 0, output
     assert calls[0] == "venv"
-    assert any(call.endswith("[data,hf]") for call in calls)
+    assert any(call.endswith("[data]") for call in calls)
     assert "training: -m titan_nemotron.train --config" in output
     assert "--training.steps 3" in output
 

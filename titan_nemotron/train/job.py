@@ -52,8 +52,6 @@ class Job(Table):
             )
 
         steps = self.training.steps
-        if self.schedule.warmup_steps > steps:
-            yield f"schedule.warmup_steps = {self.schedule.warmup_steps}: more than training.steps = {steps}; lower it"
         if beyond := [step for step in self.metrics.profile if step > steps]:
             yield f"metrics.profile = {self.metrics.profile}: the run ends at step {steps}; leave out {beyond}"
 
