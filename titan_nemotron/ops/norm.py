@@ -62,7 +62,8 @@ class _RMSNorm(torch.autograd.Function):
         u = x.float().reshape(-1, 1, x.shape[-1])
         r = _reciprocal_rms(u, eps)
         ctx.save_for_backward(x, weight, r)
-        return (u * r).mul_(weight.float()).view(x.shape).to(x.dtype)
+        # In x's shape, not a view of another: the output may leave a sharded module, whose hooks want no views.
+        return (x * r.view(*x.shape[:-1], 1)).mul_(weight.float()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
