@@ -117,7 +117,7 @@ class _LinearLogprobs(torch.autograd.Function):
 # and fp32 sums.
 
 ROWS = {"cpu": 256, "cuda": 1024}  # tokens of a chunk: enough to keep the matrix products busy
-CACHE = 2**21  # logits that a CPU's cache holds: smaller vocabularies have larger chunks
+CACHE = 2**20  # logits that a CPU's cache holds: smaller vocabularies have larger chunks
 
 
 def _operand_dtype(h: Tensor) -> torch.dtype:
@@ -148,12 +148,12 @@ def _logprobs(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor, temperature: float)
         for place, x, target in zip(places_C.split(parts), logits_CV.split(parts), targets_C.split(parts)):
             if temperature != 1:
                 x.div_(temperature)
-            x.sub_(x.amax(1, keepdim=True))
+            largest = x.amax(1)
             picked = x.gather(1, target[:, None])[:, 0]
-            exponentials = x.exp()
-            total = exponentials.sum(1)
-            logprobs[place] = picked - total.log()
-            entropy[place] = total.log() - torch.linalg.vecdot(exponentials, x) / total
+            probabilities = torch.softmax(x, 1)
+            log_total = -probabilities.amax(1).log()  # log sum(exp(x - largest)), see _gradient
+            logprobs[place] = picked - largest - log_total
+            entropy[place] = log_total + largest - torch.linalg.vecdot(probabilities, x)
     return logprobs, entropy
 
 
