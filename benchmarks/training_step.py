@@ -4,15 +4,10 @@ python benchmarks/training_step.py [--length 1024] [--threads 2] [--repeats 15]
 """
 
 import argparse
-import gc
-import os
-import threading
-import time
 from collections.abc import Callable
-from multiprocessing import get_context
-from pathlib import Path
 
 import torch
+from measure import apart, best_of, rise
 from peer import HYBRID, pair
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -59,31 +54,9 @@ def product_share(step: Callable[[], float]) -> float:
     return products / sum(event.self_cpu_time_total for event in events)
 
 
-def peak_memory(name: str, length: int, threads: int) -> float:
-    """MiB by which one step of `name`, the second, raises the resident memory of a process of its own."""
+def rise_of(name: str, length: int, threads: int) -> float:
     torch.set_num_threads(threads)
-    step = steps(length)[name]
-    step()
-    gc.collect()
-    highest = before = resident()
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal highest
-        while not done.wait(0.001):
-            highest = max(highest, resident())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    step()
-    done.set()
-    watcher.join()
-    return (highest - before) / 2**20
-
-
-def resident() -> int:
-    """Bytes of this process in memory now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return rise(steps(length)[name])
 
 
 def main() -> None:
@@ -97,29 +70,19 @@ def main() -> None:
     runs = steps(arguments.length)
     losses = {name: step() for name, step in runs.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-4, f"the losses differ: {losses}"
-    wall: dict[str, list[float]] = {name: [] for name in runs}
-    cpu: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(arguments.repeats):  # in turn, so that other work on the machine slows both
-        for name, step in runs.items():
-            start, start_cpu = time.perf_counter(), time.process_time()
-            step()
-            wall[name].append(time.perf_counter() - start)
-            cpu[name].append(time.process_time() - start_cpu)
+    times = best_of(arguments.repeats, runs)
     shares = {name: product_share(step) for name, step in runs.items()}
-    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        memory = {name: pool.apply(peak_memory, (name, arguments.length, arguments.threads)) for name in runs}
+    memory = {name: apart(rise_of, name, arguments.length, arguments.threads) for name in runs}
 
     print(
         f"fp32 forward and backward, 1 row of {arguments.length}, {arguments.threads} threads, best of {arguments.repeats}"
     )
     print(f"{'':15s} {'wall':>9s} {'CPU time':>9s} {'products':>9s} {'peak memory':>12s}")
-    for name in runs:
-        times = f"{min(wall[name]) * 1e3:6.0f} ms {min(cpu[name]) * 1e3:6.0f} ms"
-        print(f"{name:15s} {times} {shares[name]:8.0%} {memory[name]:8.0f} MiB")
-    ours, theirs = "titan_nemotron", "transformers"
-    by_wall, by_cpu = (min(times[theirs]) / min(times[ours]) for times in (wall, cpu))
-    print(f"ratio           {by_wall:7.2f} x by wall clock, {by_cpu:.2f} x by CPU time")
-    ceiling = min(cpu[theirs]) / (shares[ours] * min(cpu[ours]))
+    for name, (wall, cpu) in times.items():
+        print(f"{name:15s} {wall * 1e3:6.0f} ms {cpu * 1e3:6.0f} ms {shares[name]:8.0%} {memory[name]:8.0f} MiB")
+    ours, theirs = times["titan_nemotron"], times["transformers"]
+    print(f"ratio           {theirs.wall / ours.wall:7.2f} x by wall clock, {theirs.cpu / ours.cpu:.2f} x by CPU time")
+    ceiling = theirs.cpu / (shares["titan_nemotron"] * ours.cpu)
     print(f"ceiling         {ceiling:7.2f} x, if our step were its matrix products and attention alone")
 
 

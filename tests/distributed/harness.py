@@ -139,6 +139,10 @@ def _watch(pids: dict[int, int], names: Sequence[str], directory: Path) -> str |
         time.sleep(0.02)
     if trouble:
         time.sleep(0.5)  # the other ranks may be about to say what went wrong for them
+        for pid in list(waiting):  # the rank whose end ended the others may be seen after them
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                trouble += f", rank {waiting.pop(pid)} with {os.waitstatus_to_exitcode(status)}"
     for pid in waiting:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
