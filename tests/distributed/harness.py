@@ -129,8 +129,9 @@ def _watch(pids: dict[int, int], names: Sequence[str], directory: Path) -> str |
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 rank = waiting.pop(pid)
-                if status:
-                    trouble = f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}"
+                if status:  # two may be found at once
+                    ended = f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}"
+                    trouble = ended if trouble is None else f"{trouble}, {ended}"
         now_passed = sum((directory / f"{name}.passed").exists() for name in names)
         if now_passed > passed:
             passed, deadline = now_passed, time.monotonic() + CASE_SECONDS
@@ -142,7 +143,7 @@ def _watch(pids: dict[int, int], names: Sequence[str], directory: Path) -> str |
         for pid in list(waiting):  # the rank whose end ended the others may be seen after them
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                trouble += f", rank {waiting.pop(pid)} with {os.waitstatus_to_exitcode(status)}"
+                trouble += f", rank {waiting.pop(pid)} ended with {os.waitstatus_to_exitcode(status)}"
     for pid in waiting:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
