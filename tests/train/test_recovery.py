@@ -12,7 +12,7 @@ from titan_nemotron.checkpoint.manager import complete_steps
 from titan_nemotron.train import loop
 from titan_nemotron.train.health import HUNG, NOT_FINITE
 
-RANDOM_KILLS, KILLS_WHILE_SAVING = 3, 2
+KILLS = 5
 
 
 def assert_same_end(first: Path, second: Path) -> None:
@@ -27,18 +27,20 @@ def test_killed_at_any_moment_ends_the_same(finished: Path, launcher: Launcher) 
     flags = ("--job.name", "killed", "--training.validation_interval", "4")
     directory = launcher.of("killed")
     chance = random.Random(0)
-    reached = []
-    for kill in range(RANDOM_KILLS + KILLS_WHILE_SAVING):
-        steps = complete_steps(directory / "checkpoints")
+
+    def reached() -> int:
+        return max(complete_steps(directory / "checkpoints"), default=0)
+
+    for kill in range(KILLS):
+        before = reached()
         launch = launcher(*flags)
-        if kill < RANDOM_KILLS:
-            wait_until(lambda: not launch.running or (directory / "metrics.jsonl").exists())
-            time.sleep(chance.uniform(0.0, 0.5))
+        wait_until(lambda: not launch.running or reached() > before or "gnorm" in launch.text)
+        if kill % 2:  # while it saves, or removes an old checkpoint
+            wait_until(lambda: not launch.running or list(directory.glob("checkpoints/*.*")), every=0.0005)
         else:
-            wait_until(lambda: not launch.running or list(directory.glob("checkpoints/*.partial")))
+            time.sleep(chance.uniform(0.0, 0.3))
         launch.kill()
-        reached.append(complete_steps(directory / "checkpoints"))
-        assert max(reached[-1], default=0) >= max(steps, default=0)
+        assert reached() >= before
     launcher.run(*flags)
     assert_same_end(finished, directory)
     assert not list(directory.glob("checkpoints/*.partial"))
