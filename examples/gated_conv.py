@@ -10,7 +10,7 @@ from titan_nemotron.layout import DocumentLayout
 from titan_nemotron.models.layers.basic import Linear
 from titan_nemotron.models.layers.mamba2 import DepthwiseConv
 from titan_nemotron.models.nemotron3.config import Nemotron3Config
-from titan_nemotron.ops.conv import causal_conv1d
+from titan_nemotron.ops.conv import causal_conv1d, causal_conv1d_state
 
 
 class GatedConv(nn.Module):
@@ -33,7 +33,7 @@ class GatedConv(nn.Module):
         state = None if cache is None else cache.state
         mixed = causal_conv1d(value, *self.conv1d(), layout.document_ids, state)
         if cache is not None:
-            cache.advance(value, layout)
+            cache.state = causal_conv1d_state(cache.state, value, layout.document_ids)
         return self.out_proj(gate * mixed), {}
 
     def make_cache(self, num_rows: int, capacity: int) -> "ConvCache":
@@ -48,9 +48,3 @@ class ConvCache:
 
     def __init__(self, state: Tensor) -> None:
         self.state = state
-
-    def advance(self, value_BLD: Tensor, layout: DocumentLayout) -> None:
-        history = torch.cat([self.state, value_BLD.transpose(1, 2).to(self.state.dtype)], dim=2)
-        taps = torch.arange(self.state.shape[2], device=history.device)
-        columns = layout.valid.sum(1)[:, None] + taps  # the last taps of the valid inputs
-        self.state = history.gather(2, columns[:, None].expand(-1, history.shape[1], -1))

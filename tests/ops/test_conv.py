@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.support import make_documents, relative
-from titan_nemotron.ops.conv import causal_conv1d, causal_conv1d_step, shifted
+from titan_nemotron.ops.conv import causal_conv1d, causal_conv1d_state, causal_conv1d_step, shifted
 from titan_nemotron.ops.conv.reference import masked_sum
 from titan_nemotron.ops.conv.shifted import shifted_sum
 
@@ -63,6 +63,33 @@ def test_step_continues_a_sequence():
         y, state = causal_conv1d_step(state, x[:, t], weight, bias)
         torch.testing.assert_close(y, expected[:, t])
     torch.testing.assert_close(state, x[:, 1:].mT)
+
+
+@pytest.mark.parametrize("pieces", [[1, 1, 1, 6], [4, 5], [9], [2, 0, 7]], ids=str)
+def test_the_state_continues_a_sequence(pieces):
+    """In pieces, each row padded by another number of positions: the outputs and the state are those of the whole."""
+    x, weight, bias, state = make_inputs(0, 2, 9, 3, 4)
+    expected = causal_conv1d(x, weight, bias, torch.zeros(2, 9, dtype=torch.int32), state)
+    found, start = [], 0
+    for length in pieces:
+        part = torch.cat([x[:, start : start + length], torch.full((2, 2, 3), torch.nan, dtype=x.dtype)], dim=1)
+        ids = torch.zeros(2, length + 2, dtype=torch.int32)
+        ids[:, length:] = -1
+        found.append(causal_conv1d(part, weight, bias, ids, state)[:, :length])
+        state = causal_conv1d_state(state, part, ids)
+        start += length
+    torch.testing.assert_close(torch.cat(found, dim=1), expected)
+    assert torch.equal(state, x[:, -4:].mT)
+
+
+def test_rows_of_different_lengths_keep_their_own_state():
+    x, _, _, state = make_inputs(0, 3, 5, 3, 4)
+    ids = torch.tensor([[0, 0, 0, -1, -1], [-1] * 5, [0] * 5])
+    found = causal_conv1d_state(state.float(), x, ids)
+    assert found.dtype == torch.float32
+    assert torch.equal(found[0], torch.cat([state[0, :, 3:], x[0, :3].T], dim=1).float())
+    assert torch.equal(found[1], state[1].float())
+    assert torch.equal(found[2], x[2, 1:].T.float())
 
 
 def test_nothing_crosses_documents():

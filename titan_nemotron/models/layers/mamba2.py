@@ -13,7 +13,7 @@ from titan_nemotron.layout import DocumentLayout
 from titan_nemotron.models.layers.basic import GatedRMSNorm, Linear
 from titan_nemotron.models.layers.cache import MixCache
 from titan_nemotron.models.layers.init import Rule, constant, log_uniform_decay, time_step_bias, uniform
-from titan_nemotron.ops.conv import causal_conv1d, causal_conv1d_step
+from titan_nemotron.ops.conv import causal_conv1d, causal_conv1d_state, causal_conv1d_step
 from titan_nemotron.ops.ssd import ssd_scan, ssd_step
 
 
@@ -115,10 +115,7 @@ class LocalMix(nn.Module):
             initial_state_BHPN=ssm_state,
         )
         if cache is not None:
-            history = torch.cat([cache.conv_state, xBC_BLC.transpose(1, 2).to(cache.conv_state.dtype)], dim=2)
-            taps = torch.arange(cache.conv_state.shape[2], device=ids.device)
-            columns = (ids >= 0).sum(1)[:, None] + taps  # the last taps of the valid inputs
-            cache.conv_state = history.gather(2, columns[:, None].expand(-1, history.shape[1], -1))
+            cache.conv_state = causal_conv1d_state(cache.conv_state, xBC_BLC, ids)
             cache.ssm_state = final_state
         return y_BLHP.flatten(-2)
 

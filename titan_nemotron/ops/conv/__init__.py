@@ -12,7 +12,7 @@ from titan_nemotron.ops.conv.reference import masked_sum
 from titan_nemotron.ops.conv.shifted import shifted_sum
 from titan_nemotron.ops.kernels import chosen
 
-__all__ = ["causal_conv1d", "causal_conv1d_step"]
+__all__ = ["causal_conv1d", "causal_conv1d_state", "causal_conv1d_step"]
 
 
 def causal_conv1d(
@@ -45,3 +45,15 @@ def causal_conv1d_step(
     if bias_C is not None:
         y = y + bias_C.to(state.dtype)
     return F.silu(y).to(x_BC.dtype), state
+
+
+def causal_conv1d_state(state_BCK: Tensor, x_BLC: Tensor, document_ids_BL: Tensor) -> Tensor:
+    """The initial_state with which causal_conv1d continues a sequence after x: the last K inputs that are not padding.
+
+    state [B, C, K]: the one that x itself continued. Padding (document id -1) may only stand at a row's end; a row without
+    a valid input keeps its state. Returns [B, C, K], oldest first, in the state's dtype.
+    """
+    history_BCS = torch.cat([state_BCK, x_BLC.transpose(1, 2).to(state_BCK.dtype)], dim=2)
+    taps = torch.arange(state_BCK.shape[2], device=state_BCK.device)
+    columns_BK = (document_ids_BL >= 0).sum(1)[:, None] + taps
+    return history_BCS.gather(2, columns_BK[:, None].expand(-1, history_BCS.shape[1], -1))
