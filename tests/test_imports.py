@@ -1,10 +1,13 @@
 """What importing the package costs, and that a bare install, without any extra, can import all of it."""
 
+import ast
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import distribution, packages_distributions
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
@@ -71,3 +74,19 @@ def test_every_module_imports_without_the_extras():
         if not ours & {canonical(name) for name in names} and module != "titan_nemotron"
     }
     run(IMPORT_ALL, json.dumps(sorted(absent | EXTRAS_ONLY)))
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_models_and_operations_know_nothing_of_processes():
+    files = [file for floor in ("models", "ops") for file in (REPOSITORY / "titan_nemotron" / floor).rglob("*.py")]
+    modules = {(file.name, module) for file in files for module in imported(file)}
+    assert ("init.py", "torch.Tensor") in modules
+    assert not {(file, module) for file, module in modules if module.startswith("torch.distributed")}

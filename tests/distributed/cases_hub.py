@@ -12,6 +12,7 @@ from titan_nemotron.checkpoint.hub_files import HubFiles, write_hub_directory
 from titan_nemotron.checkpoint.load import hub_tensors, load_weights
 from titan_nemotron.models.layers.init import initialize
 from titan_nemotron.models.nemotron3 import FAMILY
+from titan_nemotron.parallel.sharded import local_part
 
 OTHER_SEED = SEED + 1
 
@@ -38,7 +39,7 @@ def sharded_models_load_hub_files_and_our_checkpoints(context: Context) -> None:
     initialize(expected, OTHER_SEED)
     model = sharded(context.mesh)
     missing = ["lm_head.*", "*.experts.5.up_proj.weight"]
-    load_weights(model, FAMILY, CONFIG, path, seed=OTHER_SEED, init_missing=missing)
+    load_weights(model, FAMILY, CONFIG, path, seed=OTHER_SEED, init_missing=missing, local_part=local_part)
     actual = whole_parameters(model)
     for name, tensor in expected.state_dict().items():
         assert torch.equal(actual[name], tensor), name
@@ -56,7 +57,7 @@ def sharded_models_load_hub_files_and_our_checkpoints(context: Context) -> None:
         convert(context.directory / "hf", context.directory / "ours")
     dist.barrier()
     other = sharded(context.mesh)
-    load_weights(other, FAMILY, CONFIG, context.directory / "ours", seed=0)
+    load_weights(other, FAMILY, CONFIG, context.directory / "ours", seed=0, local_part=local_part)
     actual = whole_parameters(other)
     for name, tensor in expected.state_dict().items():
         assert torch.equal(actual[name], tensor), name

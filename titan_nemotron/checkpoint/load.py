@@ -21,7 +21,7 @@ from titan_nemotron.errors import UserError
 from titan_nemotron.models.config import ModelConfig
 from titan_nemotron.models.family import Family, Slot, family_of_hub, load_family
 from titan_nemotron.models.layers.basic import fp32_names
-from titan_nemotron.models.layers.init import initialize, local_part, tensors_by_name
+from titan_nemotron.models.layers.init import LocalPart, initialize, tensors_by_name, unsharded
 
 LISTED = 10  # tensors that an error names before it only counts
 PREFIX = "model."  # of the weights among a checkpoint's tensors
@@ -63,9 +63,12 @@ def load_weights(
     *,
     seed: int,
     init_missing: Sequence[str] = (),
+    local_part: LocalPart = unsharded,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Fill a materialised model, sharded or not, from a Hugging Face directory or one of our checkpoints, all ranks together.
+
+    local_part: for a sharded model, what this rank holds of a tensor (parallel.sharded.local_part).
 
     A missing, unexpected or misshapen tensor is a UserError that names it, unless one of the patterns init_missing
     matches its name in the source: then its initial value is used (an unexpected one is left out). A pattern that
@@ -73,9 +76,11 @@ def load_weights(
     """
     path = Path(path)
     if is_hub_directory(path):
-        load_hub(model, HubFiles(path), family.hub.tensors(config), seed=seed, init_missing=init_missing)
+        slots = family.hub.tensors(config)
+        load_hub(model, HubFiles(path), slots, seed=seed, init_missing=init_missing, local_part=local_part)
     else:
-        load_checkpoint(model, checkpoint_directory(path), seed=seed, init_missing=init_missing, group=group)
+        path = checkpoint_directory(path)
+        load_checkpoint(model, path, seed=seed, init_missing=init_missing, local_part=local_part, group=group)
 
 
 def from_hub(
@@ -125,7 +130,13 @@ def empty_model(
 
 @torch.no_grad()
 def load_hub(
-    model: nn.Module, files: HubFiles, slots: Mapping[str, Slot], *, seed: int, init_missing: Sequence[str] = ()
+    model: nn.Module,
+    files: HubFiles,
+    slots: Mapping[str, Slot],
+    *,
+    seed: int,
+    init_missing: Sequence[str] = (),
+    local_part: LocalPart = unsharded,
 ) -> None:
     """load_weights from hub files; each rank reads only what it holds."""
     found = {name: entry.shape for name, entry in files.entries.items()}
@@ -133,7 +144,7 @@ def load_hub(
     tensors = {name: getattr(module, own) for name, (module, own) in tensors_by_name(model).items()}
     in_files = {slot.parameter for name, slot in slots.items() if name not in waived}
     partly = {slots[name].parameter for name in waived if name in slots}
-    initialize(model, seed, partly | (set(tensors) - in_files))
+    initialize(model, seed, partly | (set(tensors) - in_files), local_part=local_part)
     local_parts = {slot.parameter: local_part(tensors[slot.parameter]) for slot in slots.values()}
     for name, slot in slots.items():
         if name in waived:
@@ -237,6 +248,7 @@ def load_checkpoint(
     *,
     seed: int,
     init_missing: Sequence[str] = (),
+    local_part: LocalPart = unsharded,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """load_weights from one of our checkpoints; names are those of our parameters."""
@@ -247,7 +259,7 @@ def load_checkpoint(
     reader = Reader(path)
     found = {name: tuple(entry.size) for name, entry in stored_tensors(reader).items()}
     waived = check(path, found, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, init_missing)
-    initialize(model, seed, waived | (set(tensors_by_name(model)) - saved))
+    initialize(model, seed, waived | (set(tensors_by_name(model)) - saved), local_part=local_part)
     read_tensors(reader, {name: tensor for name, tensor in tensors.items() if name not in waived}, group)
 
 

@@ -21,6 +21,7 @@ from titan_nemotron.models.layers.init import initialize
 from titan_nemotron.models.layers.mtp import MTPBlock
 from titan_nemotron.parallel.config import CompileConfig, ParallelConfig, RecomputeConfig
 from titan_nemotron.parallel.recompute import apply_recompute
+from titan_nemotron.parallel.sharded import local_part
 
 
 def apply(
@@ -46,7 +47,7 @@ def apply(
     shard(model, blocks, mesh, parallel.reshard_after_forward, dtype)
     materialise(model, mesh)
     if seed is not None:
-        initialize(model, seed)
+        initialize(model, seed, local_part=local_part)
 
 
 def compile_blocks(blocks: list[nn.Module]) -> None:

@@ -25,6 +25,7 @@ from titan_nemotron.ops import kernels
 from titan_nemotron.optim.adamw import build_optimizer, freeze
 from titan_nemotron.parallel.apply import apply
 from titan_nemotron.parallel.mesh import data_coordinates
+from titan_nemotron.parallel.sharded import local_part
 from titan_nemotron.train.flops import ModelSize, model_size
 from titan_nemotron.train.job import Job
 from titan_nemotron.train.ranks import Ranks
@@ -237,6 +238,7 @@ def load_initial(job: Job, family: Family, model: nn.Module, ranks: Ranks, direc
             path,
             seed=job.job.seed,
             init_missing=job.checkpoint.init_missing,
+            local_part=local_part,
             group=ranks.group,
         )
 

@@ -116,20 +116,23 @@ def rule_of(module: nn.Module, name: str) -> Rule:
     return initial[name]
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank holds of a tensor, and where it starts in the whole; a plain tensor is held whole."""
-    if not hasattr(tensor, "device_mesh"):
-        return tensor.detach(), (0,) * tensor.dim()
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    assert isinstance(tensor, DTensor)
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local().detach(), offsets
+LocalPart = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
+"""What this process holds of a tensor, as a plain tensor to write to, and where that starts in the whole."""
 
 
-def initialize(model: nn.Module, seed: int, names: Container[str] | None = None) -> None:
-    """Fill a materialised model in place, sharded or not; names: only these parameters and buffers (all by default)."""
+def unsharded(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The LocalPart of tensors that are not sharded; parallel.sharded.local_part knows both kinds."""
+    return tensor.detach(), (0,) * tensor.dim()
+
+
+def initialize(
+    model: nn.Module, seed: int, names: Container[str] | None = None, *, local_part: LocalPart = unsharded
+) -> None:
+    """Fill a materialised model in place; names: only these parameters and buffers (all by default).
+
+    local_part: for a sharded model, what this rank holds; every mesh gives the same values. Raises TypeError for a
+    parameter or buffer whose module states no rule.
+    """
     for full, (module, name) in tensors_by_name(model).items():
         rule = rule_of(module, name)
         if names is None or full in names:
