@@ -12,6 +12,8 @@ from torch import nn
 from titan_nemotron.checkpoint.config import CheckpointConfig
 from titan_nemotron.checkpoint.manager import CheckpointManager, complete_steps
 from titan_nemotron.errors import UserError
+from titan_nemotron.optim.adamw import build_optimizer
+from titan_nemotron.optim.config import OptimizerConfig
 
 
 def small(seed: int = 0, width: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -137,3 +139,26 @@ def test_a_disk_that_takes_no_more_is_one_line(tmp_path: Path) -> None:
     save(manager, 2, model, optimizer)
     manager.close()
     assert complete_steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_parameter_without_a_gradient_is_saved_and_no_step_is_counted_that_was_not_taken(
+    tmp_path: Path, steps: int
+) -> None:
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+        return model, build_optimizer(model, OptimizerConfig())
+
+    model, optimizer = built()
+    for _ in range(steps):
+        step(model["used"], optimizer)
+    manager = CheckpointManager(tmp_path, CheckpointConfig(asynchronous=False))
+    save(manager, steps, model, optimizer)
+    other, fresh = built()
+    manager.load(steps, other, fresh)
+    for restored, its_optimizer in ((model, optimizer), (other, fresh)):
+        counts = {name: int(its_optimizer.state[p]["step"]) for name, p in restored.named_parameters()}
+        assert counts == {name: steps if name.startswith("used") else 0 for name in counts}
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert all(torch.equal(value, fresh.state[two][key]) for key, value in optimizer.state[one].items())

@@ -196,7 +196,7 @@ def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def wait_until(true: Callable[[], Any], seconds: float = 30.0, every: float = 0.001) -> None:
+def wait_until(true: Callable[[], Any], seconds: float = 120.0, every: float = 0.001) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "waited too long"

@@ -63,10 +63,15 @@ def test_what_it_prints(finished: Path, launcher: Launcher) -> None:
 
 def test_a_finished_run_only_reports(finished: Path, launcher: Launcher) -> None:
     before = (finished / "metrics.jsonl").read_text()
-    text = launcher.run("--job.name", "finished", "--training.validation_interval", "4").text
+    exported = (finished / "hf" / "model.safetensors").read_bytes()
+    (finished / "hf").rename(finished / "hf.old")  # as if killed while the new export took the place of the old
+    (finished / "hf.new").mkdir()
+    text = launcher.run("--job.name", "finished", "--checkpoint.export", "--training.validation_interval", "4").text
     assert "nothing left to train" in text
     assert "bits per byte" in text
     assert (finished / "metrics.jsonl").read_text() == before
+    assert (finished / "hf" / "model.safetensors").read_bytes() == exported
+    assert not list(finished.glob("hf.*"))
 
 
 def test_validation_and_profiling_change_nothing(finished: Path, launcher: Launcher) -> None:

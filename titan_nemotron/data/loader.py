@@ -7,7 +7,6 @@ state = loader.state_dict()          # of the last batch handed out; merge_state
 """
 
 import logging
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -60,13 +59,11 @@ class Loader(Iterator[Batch]):
     train        endless, from where the state says; read by a background process unless [data] workers = 0
     validation   ends after the last held-out document; `iter()` starts again at the first batch. Read in this process and
                  kept, so that later rounds cost nothing; all ranks get the same number of batches (padding at the end)
-    wait_seconds time spent waiting in `next` since the loader was made
     bad          the bad records met so far: count, and the first of them by name
     """
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
         self.plan, self.tokenizer = plan, tokenizer
-        self.wait_seconds = 0.0
         self.bad = BadRecords()
         self._streams: dict[str, dict[str, Any]] = {}
         self._kept: list[Batch] = []
@@ -90,28 +87,24 @@ class Loader(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        start = time.perf_counter()
-        try:
-            if self._next_kept < len(self._kept):
-                self._next_kept += 1
-                return self._kept[self._next_kept - 1]
-            rows = self._read()
-            if rows is None:
-                raise StopIteration
-            batch = Batch.from_rows(
-                torch.from_numpy(rows.tokens).long(),
-                torch.from_numpy(rows.document_ids).long(),
-                length=self.plan.length,
-                mtp_depths=self.plan.mtp_depths,
-                target_bytes=rows.target_bytes,
-            )
-            self._streams.update(rows.states)
-            if self.plan.split != "train":
-                self._kept.append(batch)
-                self._next_kept = len(self._kept)
-            return batch
-        finally:
-            self.wait_seconds += time.perf_counter() - start
+        if self._next_kept < len(self._kept):
+            self._next_kept += 1
+            return self._kept[self._next_kept - 1]
+        rows = self._read()
+        if rows is None:
+            raise StopIteration
+        batch = Batch.from_rows(
+            torch.from_numpy(rows.tokens).long(),
+            torch.from_numpy(rows.document_ids).long(),
+            length=self.plan.length,
+            mtp_depths=self.plan.mtp_depths,
+            target_bytes=rows.target_bytes,
+        )
+        self._streams.update(rows.states)
+        if self.plan.split != "train":
+            self._kept.append(batch)
+            self._next_kept = len(self._kept)
+        return batch
 
     def _read(self) -> Rows | None:
         if self._worker is not None:

@@ -41,7 +41,16 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         members = [parameter for name, parameter in named if decays(name, parameter) is decay]
         if members:
             groups.append({"params": members, "weight_decay": config.weight_decay if decay else 0.0})
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+    # All states from the start: a parameter without a gradient yet is saved like the others, and torch, which fills in
+    # an optimizer's missing states by a step without effect before it saves them, does not count that step.
+    for _, parameter in named:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
 
 
 def describe(model: nn.Module) -> str:

@@ -32,14 +32,18 @@ def finish(run: Run, metrics: Metrics | None, progress: Progress) -> None:
 def export_model(run: Run) -> None:
     """Write hf/; rank 0 writes while all ranks gather one tensor after the other."""
     run.ranks.watchdog.phase("export")
-    directory, new = run.directory / "hf", run.directory / "hf.new"
-    if run.ranks.rank == 0 and new.exists():  # of an export that was cut off
-        shutil.rmtree(new)
+    directory, new, old = (run.directory / name for name in ("hf", "hf.new", "hf.old"))
+    if run.ranks.rank == 0:  # what an export that was cut off left
+        if old.exists() and not directory.exists():
+            old.rename(directory)
+        for rest in (new, old):
+            shutil.rmtree(rest, ignore_errors=True)
     export(run.model, run.family, run.job.model.resolved(), run.directory, new)
     if run.ranks.rank == 0:
         if directory.exists():
-            shutil.rmtree(directory)
+            directory.rename(old)
         new.rename(directory)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def sampled_completion(run: Run) -> str:
