@@ -119,6 +119,23 @@ def test_bad_records_are_counted_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_bad_records_of_all_ranks_add_up(kind: str, tmp_path: Path) -> None:
+    """Whether a rank reads its own documents alone or, from a source without an index, all of them."""
+    documents = [None if number % 3 == 1 else text for number, text in enumerate(texts(60))]
+    (write_jsonl if kind == "jsonl" else write_parquet)(tmp_path / "a", documents)
+    settings = config(tmp_path / "a", kind, shuffle_block=60)
+    counts = {}
+    for degree in (1, 2, 4):
+        readers = [reader(settings, data_rank=rank, data_degree=degree) for rank in range(degree)]
+        for rows in readers:
+            for _ in range(20 // degree):
+                read(rows)
+        counts[degree] = [rows.order.bad.count for rows in readers]
+    assert all(count > 0 for count in counts[2])
+    assert {sum(count) for count in counts.values()} == {sum(counts[1])}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_only_bad_records_is_an_error(kind: str, tmp_path: Path) -> None:
     (write_jsonl if kind == "jsonl" else write_parquet)(tmp_path / "a", [1, 2, 3])
     with pytest.raises(

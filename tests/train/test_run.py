@@ -74,6 +74,20 @@ def test_a_finished_run_only_reports(finished: Path, launcher: Launcher) -> None
     assert not list(finished.glob("hf.*"))
 
 
+def test_bad_records_are_those_of_all_ranks(launcher: Launcher) -> None:
+    text = "the cat saw two dogs run far away " * 4
+    lines = [json.dumps({"text": text} if number % 3 else {"txet": text}) for number in range(60)]
+    (launcher.directory / "bad.jsonl").write_text("\n".join(lines))
+    flags = ["--data.source.0.kind", "jsonl", "--data.source.0.path", str(launcher.directory / "bad.jsonl")]
+    flags += ["--data.vocabulary_size", "270", "--training.steps", "6"]
+    flags += ["--training.validation_rows", "0", "--metrics.completion_tokens", "0"]
+    for ranks in (1, 2):
+        launcher.run("--job.name", f"bad-{ranks}", *flags, ranks=ranks)
+    one, two = ([line["bad_records"] for line in records(launcher.of(f"bad-{ranks}"))] for ranks in (1, 2))
+    assert one == two
+    assert one[0] < one[-1]
+
+
 def test_validation_and_profiling_change_nothing(finished: Path, launcher: Launcher) -> None:
     """Neither weights nor router biases; a run without any validation ends bitwise the same."""
     launcher.run("--job.name", "unvalidated", "--training.validation_rows", "0", "--metrics.profile", "2", "3")

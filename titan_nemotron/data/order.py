@@ -22,7 +22,10 @@ class NoMoreDocuments(Exception):
 
 @dataclass
 class BadRecords:
-    """How many records could not be read (each time one is met), and the first of them by name."""
+    """How many records could not be read (each time one is met), and the first of them by name.
+
+    The counts of all ranks add up: one of them counts each bad record.
+    """
 
     count: int = 0
     named: list[str] = field(default_factory=list)
@@ -120,7 +123,8 @@ class StreamedOrder:
     """Some source can only be read in order: documents are numbered as they are read, epoch after epoch.
 
     Each source is read in blocks of records that are permuted by (seed, epoch, source, block); bad, empty and held-out
-    records get no number. Every rank reads everything and keeps its own streams' documents until they are asked for.
+    records get no number. Every rank reads everything and keeps its own streams' documents until they are asked for; a bad
+    record is counted by the rank that gets the next document.
     """
 
     num_documents: int | None = None
@@ -140,7 +144,7 @@ class StreamedOrder:
         """starts: for each stream this reader owns, the first document it will ask for; mark: where to begin to read."""
         self.sources, self.selection, self.seed, self.endless, self.block = sources, selection, seed, endless, block
         self.streams, self.starts = streams, starts
-        self.bad = BadRecords()
+        self.bad, self._met = BadRecords(), BadRecords()  # those counted here, and all
         self._waiting: dict[int, tuple[Record, dict[str, Any]]] = {}
         self._blocks = self._read_blocks(mark or {"number": 0, "epoch": 0, "source": 0, "record": 0, "cursor": None})
         self._last_mark = mark
@@ -187,7 +191,7 @@ class StreamedOrder:
                 num_records += index
                 mark = {**mark, "record": 0, "cursor": None}
             if not found:
-                raise nothing_to_read(self.selection, num_records, self.bad)
+                raise nothing_to_read(self.selection, num_records, self._met)
             if not self.endless:
                 return
             epoch, mark = epoch + 1, {**mark, "source": 0}
@@ -196,14 +200,16 @@ class StreamedOrder:
         source, size = self.sources[which], len(block)
         taken = self.selection.takes(source.keys(start, start + size))
         key = mix(mix(mix(mix(self.seed) + epoch) + which) + start)
-        kept = []
+        kept: list[Record] = []
         for place in range(size):
             index = permuted(place, size, key) if self.block > 1 else place
             record = block[index]
             if not taken[index]:
                 continue
             if record.problem is not None:
-                self.bad.add(source.name(start + index), record.problem)
+                self._met.add(source.name(start + index), record.problem)
+                if (self._next + len(kept)) % self.streams in self.starts:
+                    self.bad.add(source.name(start + index), record.problem)
             elif _has_text(record):
                 kept.append(record)
         return kept

@@ -99,10 +99,11 @@ def report(
         ends or (training.validation_interval > 0 and step % training.validation_interval == 0)
     )
     logs = ends or validates or result.skipped or step == 1 or step % run.job.metrics.interval == 0
+    bad_records = run.ranks.total(run.loader.bad.count) if logs else 0
     record = None
     if metrics is not None:
         metrics.count(result, data_wait)
-        record = metrics.record(step, progress.tokens, result, rate, run.loader.bad.count) if logs else None
+        record = metrics.record(step, progress.tokens, result, rate, bad_records) if logs else None
     validation = validated(run, step) if validates else None
     if metrics is not None:
         if record is not None:

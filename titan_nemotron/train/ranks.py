@@ -55,6 +55,12 @@ class Ranks:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return [int(value) for value in largest]
 
+    def total(self, value: int) -> int:
+        """The sum of a value over all ranks."""
+        total = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(total, group=self.group)
+        return int(total)
+
     def close(self) -> None:
         self.watchdog.close()
         dist.destroy_process_group()
