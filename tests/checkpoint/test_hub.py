@@ -54,9 +54,10 @@ FP32_IN_FILES = ("A_log", "D", "dt_bias", "e_score_correction_bias", "gate.weigh
 def built(seed: int = 0, **changes: Any) -> nn.Module:
     model = FAMILY.model(Nemotron3Config(**SMALL | changes))
     initialize(model, seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for router in model.routers().values():  # type: ignore[operator]
-            router.correction_bias.normal_(60.0, 0.05)
+            router.correction_bias.normal_(60.0, 0.05, generator=generator)
     return model
 
 

@@ -118,6 +118,43 @@ def test_dry_run(launcher: Launcher) -> None:
         assert part in text
 
 
+def test_dry_run_looks_into_initial_weights(finished: Path, launcher: Launcher, tmp_path: Path) -> None:
+    """Names and shapes, from the headers alone: what would not load is one line for each tensor."""
+    checkpoint = finished / "checkpoints" / "step-12"
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    (cut / ".metadata").write_bytes((checkpoint / ".metadata").read_bytes()[:100])
+    (tmp_path / "empty").mkdir()
+    flags = ("--job.name", "dry", "--dry-run", "--checkpoint.load")
+
+    text = launcher.run(*flags, str(finished / "hf")).text
+    assert f"initial weights: {finished / 'hf'}, where " in text
+    assert "tensors fit\n" in text
+    waived = ("--model.config.head_dim", "8", "--checkpoint.init_missing", "*.[qkv]_proj.*", "*.o_proj.*")
+    text = launcher.run(*flags, str(checkpoint), *waived).text
+    assert "tensors fit; init_missing stands for 8\n" in text
+
+    mistakes: dict[tuple[str, ...], list[str]] = {
+        (str(tmp_path / "none"),): ["no such directory"],
+        (str(tmp_path / "empty"),): ["is neither a Hugging Face directory"],
+        (str(cut),): [".metadata: cannot read it"],
+        (str(finished / "hf"), "--checkpoint.init_missing", "nothing*"): ["'nothing*' matches no missing tensor"],
+        (str(finished / "hf"), "--model.config.pattern", "ME"): ["backbone.layers.2.norm.weight is unexpected"],
+        (str(checkpoint), "--model.config.pattern", "ME*-"): ["layers.3.norm.weight is missing"],
+        (str(checkpoint), "--model.config.vocab_size", "301"): [
+            "embeddings.weight has shape [300, 32], the model needs [301, 32]",
+            "lm_head.weight has shape [300, 32], the model needs [301, 32]",
+        ],
+    }
+    for more, messages in mistakes.items():
+        launch = launcher(*flags, *more)
+        assert launch.wait() == [2], launch.text
+        for message in messages:
+            assert message in launch.text, launch.text
+        assert all(line.startswith("error: ") for line in launch.text.splitlines()), launch.text
+    assert not launcher.of("dry").exists()
+
+
 def test_mistakes_are_told_once_and_all_ranks_end(launcher: Launcher) -> None:
     launch = launcher("--training.steps", "-1", "--job.nmae", "x", ranks=2)
     assert launch.wait() == [2, 2]

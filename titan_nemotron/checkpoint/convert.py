@@ -31,12 +31,14 @@ from titan_nemotron.checkpoint.hub_files import (
 from titan_nemotron.checkpoint.load import (
     PREFIX,
     Reader,
-    check,
+    check_checkpoint,
+    check_hub,
     checkpoint_directory,
     checkpoint_model,
     hub_tensors,
     quiet,
     read_tensors,
+    saved_tensors,
     stored_dtypes,
     stored_tensors,
 )
@@ -164,7 +166,7 @@ def hub_to_checkpoint(source: Path, destination: Path, progress: Progress) -> No
     family = family_of_hub(files.config, str(source))
     config = family.hub.config_from_hub(files.config, where=str(source / "config.json"))
     slots = family.hub.tensors(config)
-    check(source, {name: entry.shape for name, entry in files.entries.items()}, {n: s.shape for n, s in slots.items()})
+    check_hub(files, slots)
     dtypes = stored_dtypes(files, slots)
     members: dict[str, list[str]] = {}
     for name, slot in slots.items():
@@ -225,9 +227,7 @@ def checkpoint_to_hub(
     stored = stored_tensors(reader)
     with torch.device("meta"):
         model = family.model(config)
-    check(
-        path, {n: tuple(e.size) for n, e in stored.items()}, {n: tuple(t.shape) for n, t in model.state_dict().items()}
-    )
+    check_checkpoint(path, reader, saved_tensors(model))
     sizes = {name: entry.size.numel() * entry.properties.dtype.itemsize for name, entry in stored.items()}
 
     def parameters() -> Iterator[tuple[str, Tensor]]:

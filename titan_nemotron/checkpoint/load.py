@@ -1,6 +1,7 @@
 """Models from directories, of Hugging Face or of ours; every tensor has to fit."""
 
 import contextlib
+import pickle
 import tomllib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -83,6 +84,26 @@ def load_weights(
         load_checkpoint(model, path, seed=seed, init_missing=init_missing, local_part=local_part, group=group)
 
 
+def check_weights(
+    model: nn.Module, family: Family, config: Any, path: str | Path, *, init_missing: Sequence[str] = ()
+) -> tuple[int, int]:
+    """Raise the UserErrors that load_weights would, from names and shapes alone; the model may be on the meta device.
+
+    Returns how many tensors load_weights would read, and how many it would initialise or leave out.
+    """
+    path = Path(path)
+    if is_hub_directory(path):
+        files = HubFiles(path)
+        found = set(files.entries)
+        waived = check_hub(files, family.hub.tensors(config), init_missing)
+    else:
+        path = checkpoint_directory(path)
+        reader = Reader(path)
+        found = set(stored_tensors(reader))
+        waived = check_checkpoint(path, reader, saved_tensors(model), init_missing)
+    return len(found - waived), len(waived)
+
+
 def from_hub(
     files: HubFiles,
     family: Family,
@@ -139,8 +160,7 @@ def load_hub(
     local_part: LocalPart = unsharded,
 ) -> None:
     """load_weights from hub files; each rank reads only what it holds."""
-    found = {name: entry.shape for name, entry in files.entries.items()}
-    waived = check(files.path, found, {name: slot.shape for name, slot in slots.items()}, init_missing)
+    waived = check_hub(files, slots, init_missing)
     tensors = {name: getattr(module, own) for name, (module, own) in tensors_by_name(model).items()}
     in_files = {slot.parameter for name, slot in slots.items() if name not in waived}
     partly = {slots[name].parameter for name in waived if name in slots}
@@ -160,6 +180,12 @@ def load_hub(
         whole = tuple(local.shape) == slot.shape
         part = tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))
         local.copy_(files.read(name, () if whole else part))
+
+
+def check_hub(files: HubFiles, slots: Mapping[str, Slot], init_missing: Sequence[str] = ()) -> set[str]:
+    """`check` of hub files."""
+    found = {name: entry.shape for name, entry in files.entries.items()}
+    return check(files.path, found, {name: slot.shape for name, slot in slots.items()}, init_missing)
 
 
 def check(
@@ -222,13 +248,18 @@ def checkpoint_model(path: Path) -> tuple[Family, Any]:
 
 
 class Reader(dcp.FileSystemReader):
-    """Of one checkpoint, whose metadata is read once for many loads."""
+    """Of one checkpoint, whose metadata is read once for many loads. Raises UserError when it cannot be read."""
 
     metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self.metadata is None:
-            self.metadata = super().read_metadata(*args, **kwargs)
+            try:
+                self.metadata = super().read_metadata(*args, **kwargs)
+            except (OSError, EOFError, pickle.UnpicklingError) as error:
+                raise UserError(
+                    f"{self.path}/.metadata: cannot read it ({error}); copy the checkpoint again"
+                ) from error
         return self.metadata
 
 
@@ -239,6 +270,21 @@ def stored_tensors(reader: Reader) -> dict[str, TensorStorageMetadata]:
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model that its checkpoints hold, by name."""
+    saved = set(model.state_dict())
+    named = tensors_by_name(model).items()
+    return {name: getattr(module, own).detach() for name, (module, own) in named if name in saved}
+
+
+def check_checkpoint(
+    path: Path, reader: Reader, tensors: Mapping[str, Tensor], init_missing: Sequence[str] = ()
+) -> set[str]:
+    """`check` of one of our checkpoints against a model's saved tensors."""
+    found = {name: tuple(entry.size) for name, entry in stored_tensors(reader).items()}
+    return check(path, found, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, init_missing)
 
 
 @torch.no_grad()
@@ -252,14 +298,9 @@ def load_checkpoint(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """load_weights from one of our checkpoints; names are those of our parameters."""
-    saved = set(model.state_dict())
-    tensors = {
-        name: getattr(module, own).detach() for name, (module, own) in tensors_by_name(model).items() if name in saved
-    }
-    reader = Reader(path)
-    found = {name: tuple(entry.size) for name, entry in stored_tensors(reader).items()}
-    waived = check(path, found, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, init_missing)
-    initialize(model, seed, waived | (set(tensors_by_name(model)) - saved), local_part=local_part)
+    tensors, reader = saved_tensors(model), Reader(path)
+    waived = check_checkpoint(path, reader, tensors, init_missing)
+    initialize(model, seed, waived | (set(tensors_by_name(model)) - set(tensors)), local_part=local_part)
     read_tensors(reader, {name: tensor for name, tensor in tensors.items() if name not in waived}, group)
 
 

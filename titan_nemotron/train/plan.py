@@ -1,12 +1,16 @@
 """What a run is about to do, in lines to read."""
 
+from torch import nn
+
+from titan_nemotron.checkpoint.load import check_weights
+from titan_nemotron.models.family import Family
 from titan_nemotron.ops import kernels
 from titan_nemotron.optim import adamw
 from titan_nemotron.train.flops import ModelSize, model_size
 from titan_nemotron.train.job import Job
 from titan_nemotron.train.metrics import short
 from titan_nemotron.train.ranks import Ranks
-from titan_nemotron.train.setup import Progress, Run, build_model, compute_dtype
+from titan_nemotron.train.setup import Progress, Run, build_model, compute_dtype, initial_weights
 
 BYTES_OF_STATE = 16  # a parameter: fp32 weight and gradient, and AdamW's two averages
 
@@ -36,16 +40,28 @@ def describe(job: Job, size: ModelSize, ranks: Ranks) -> list[str]:
     ]
 
 
+def describe_initial_weights(job: Job, family: Family, model: nn.Module) -> list[str]:
+    """What [checkpoint] load gives, as its directory's headers say. Raises UserError for what does not fit."""
+    if job.checkpoint.load is None:
+        return []
+    path = initial_weights(job)
+    read, waived = check_weights(model, family, job.model.resolved(), path, init_missing=job.checkpoint.init_missing)
+    others = f"; init_missing stands for {waived:,}" if waived else ""
+    return [f"initial weights: {path}, where {read:,} tensors fit{others}"]
+
+
 def dry_run(job: Job, ranks: Ranks) -> list[str]:
     """Check what can be checked without data and memory, and say what a run would do. Raises UserError."""
     kernels.configure(job.kernels)
-    _, model = build_model(job)
+    family, model = build_model(job)
+    loading = ranks.together(lambda: describe_initial_weights(job, family, model))
     size = model_size(model, job.training.sequence_length)
     state = size.total * BYTES_OF_STATE / ranks.num_ranks / 2**30
     return [
         *describe(job, size, ranks),
         f"work: {short(size.flops)} FLOPs a token, forward and backward; weights, gradients and optimizer "
         f"{state:.3g} GiB a rank",
+        *loading,
         "",
         adamw.describe(model),
         "",

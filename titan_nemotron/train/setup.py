@@ -159,7 +159,7 @@ def build(job: Job, ranks: Ranks) -> Run:
     """Everything before the first step but the state of a resumed run. Raises UserError, on all ranks together."""
     job = with_whole_model(job)
     ranks.together(lambda: kernels.configure(job.kernels))
-    directory = Path(job.job.output_directory) / job.job.name
+    directory = Path(job.job.output_directory).expanduser() / job.job.name
     lock = ranks.together(lambda: lock_directory(directory) if ranks.rank == 0 else None)
     checkpoints = CheckpointManager(directory / "checkpoints", job.checkpoint, ranks.saving_group)
     tokenizer = ranks.together(lambda: build_tokenizer(job.data))
@@ -226,9 +226,14 @@ def open_loader(job: Job, tokenizer: Tokenizer, ranks: Ranks, split: str) -> Loa
     )
 
 
+def initial_weights(job: Job) -> Path:
+    """[checkpoint] load."""
+    return Path(job.checkpoint.load or "").expanduser()
+
+
 def load_initial(job: Job, family: Family, model: nn.Module, ranks: Ranks, directory: Path) -> None:
     """Weights of a new run, from a Hugging Face directory or a checkpoint; what an export needs of it goes to hub/."""
-    path = Path(job.checkpoint.load or "")
+    path = initial_weights(job)
 
     def load() -> None:
         load_weights(
