@@ -56,6 +56,14 @@ def test_all_of_them_at_once(tmp_path: Path) -> None:
     assert [start for start, line in zip(starts, lines, strict=True) if not line.startswith(start)] == []
 
 
+def test_flags_of_the_family_take_lists_and_booleans() -> None:
+    flags = "--model.config.time_step_limit 0.0 0.1 --model.config.use_bias --model.config.use_conv_bias false"
+    config = load(Job, None, flags.split()).model.resolved()
+    assert (config.time_step_limit, config.use_bias, config.use_conv_bias) == ((0.0, 0.1), True, False)
+    with pytest.raises(UserError, match=r"model.config.hidden_size = true: expected integer > 0"):
+        load(Job, None, ["--model.config.hidden_size"])
+
+
 def test_what_must_fit_the_ranks() -> None:
     job = load(
         Job, None, ["--training.global_batch_size", "12", "--training.microbatch_size", "2", "--data.streams", "8"]

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -63,15 +65,24 @@ def test_what_it_prints(finished: Path, launcher: Launcher) -> None:
 
 def test_a_finished_run_only_reports(finished: Path, launcher: Launcher) -> None:
     before = (finished / "metrics.jsonl").read_text()
-    exported = (finished / "hf" / "model.safetensors").read_bytes()
-    (finished / "hf").rename(finished / "hf.old")  # as if killed while the new export took the place of the old
-    (finished / "hf.new").mkdir()
+    exported = (finished / "hf" / "model.safetensors").stat()
     text = launcher.run("--job.name", "finished", "--checkpoint.export", "--training.validation_interval", "4").text
     assert "nothing left to train" in text
     assert "bits per byte" in text
     assert (finished / "metrics.jsonl").read_text() == before
-    assert (finished / "hf" / "model.safetensors").read_bytes() == exported
-    assert not list(finished.glob("hf.*"))
+    again = (finished / "hf" / "model.safetensors").stat()
+    assert (again.st_ino, again.st_mtime_ns) == (exported.st_ino, exported.st_mtime_ns)
+
+
+def test_an_export_older_than_the_last_checkpoint_is_replaced(finished: Path, launcher: Launcher) -> None:
+    directory = launcher.of("exported")
+    shutil.copytree(finished, directory)
+    exported = (directory / "hf" / "model.safetensors").read_bytes()
+    (directory / "hf" / "model.safetensors").write_bytes(b"of an earlier step")
+    os.utime(directory / "hf" / "config.json", (0, 0))
+    launcher.run("--job.name", "exported", "--checkpoint.export", "--training.validation_interval", "4")
+    assert (directory / "hf" / "model.safetensors").read_bytes() == exported
+    assert not list(directory.glob("hf.*"))
 
 
 def test_bad_records_are_those_of_all_ranks(launcher: Launcher) -> None:

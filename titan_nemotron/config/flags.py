@@ -108,9 +108,10 @@ def unknown(words: Sequence[str]) -> tuple[list[Flag], list[str]]:
 
 
 def needs_a_word(table: type[Table], path: Path) -> bool:
-    """False for a boolean and for a list, which the bare flag sets to true and to empty."""
+    """False for a boolean and for a list, which the bare flag sets to true and to empty, and for a key of a free table,
+    which may be a boolean."""
     types = keys.members(keys.annotation_of(keys.lookup(table, path)))
-    return not any(member is bool or get_origin(member) in (list, tuple) for member in types)
+    return not any(member in (bool, Any) or get_origin(member) in (list, tuple) for member in types)
 
 
 def description(table: type[Table]) -> str:
@@ -149,7 +150,7 @@ def _takes(annotation: Any, words: tuple[str, ...]) -> int:
 def value_of(found: FieldInfo | Any, words: tuple[str, ...]) -> Any:
     """The words of a flag as a TOML value of the key's type; what does not fit stays text, for pydantic to refuse."""
     annotation = keys.annotation_of(found)
-    if not words and bool in keys.members(annotation):
+    if not words and (annotation is Any or bool in keys.members(annotation)):
         return True
     sequence = next((member for member in keys.members(annotation) if get_origin(member) in (list, tuple)), None)
     whole = _toml(words[0]) if len(words) == 1 else None  # the list in one word, as TOML writes it

@@ -21,7 +21,7 @@ def finish(run: Run, metrics: Metrics | None, progress: Progress) -> None:
     """Called by all ranks when the last step is done and saved, also when a run that was done is started again."""
     run.loader.close()
     if run.job.checkpoint.export:
-        export_model(run)
+        export_model(run, progress.step)
     completion = sampled_completion(run) if run.job.metrics.completion_tokens else None
     run.checkpoints.close()
     if metrics is not None:
@@ -29,21 +29,37 @@ def finish(run: Run, metrics: Metrics | None, progress: Progress) -> None:
             print(line, flush=True)
 
 
-def export_model(run: Run) -> None:
-    """Write hf/; rank 0 writes while all ranks gather one tensor after the other."""
+def export_model(run: Run, step: int) -> None:
+    """Write hf/ unless it holds this step already; rank 0 writes while all ranks gather one tensor after the other."""
     run.ranks.watchdog.phase("export")
+    stale = False
+    if run.ranks.rank == 0:
+        put_back(run.directory)
+        stale = is_stale(run.directory, step)
+    if run.ranks.agree(stale) == [0]:
+        return
     directory, new, old = (run.directory / name for name in ("hf", "hf.new", "hf.old"))
-    if run.ranks.rank == 0:  # what an export that was cut off left
-        if old.exists() and not directory.exists():
-            old.rename(directory)
-        for rest in (new, old):
-            shutil.rmtree(rest, ignore_errors=True)
     export(run.model, run.family, run.job.model.resolved(), run.directory, new)
     if run.ranks.rank == 0:
         if directory.exists():
             directory.rename(old)
         new.rename(directory)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def put_back(run: Path) -> None:
+    """Put in order what an export that was cut off left: the old one stays until the new one has its name."""
+    directory, old = run / "hf", run / "hf.old"
+    if old.exists() and not directory.exists():
+        old.rename(directory)
+    for rest in ("hf.old", "hf.new", "hf.new.partial"):
+        shutil.rmtree(run / rest, ignore_errors=True)
+
+
+def is_stale(run: Path, step: int) -> bool:
+    """Whether hf/ is missing or older than the checkpoint of this step."""
+    exported, saved = run / "hf" / "config.json", run / "checkpoints" / f"step-{step}" / ".metadata"
+    return not exported.exists() or exported.stat().st_mtime_ns < saved.stat().st_mtime_ns
 
 
 def sampled_completion(run: Run) -> str:
