@@ -12,6 +12,8 @@ from torch import Tensor
 from titan_nemotron.ops.kernels import chosen
 from titan_nemotron.ops.opaque import opaque
 
+FEW_ROWS = 64  # up to here no embedding_bag: it is not faster, and slows the small matrix products behind it by half
+
 
 def relu2_experts(x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor) -> Tensor:
     """y_r = down_e (w_r * relu(up_e x_r)^2) for the rows r in [offsets[e-1], offsets[e]) of expert e.
@@ -32,6 +34,8 @@ def gather_rows(x_TD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
     tokens_R: the token of a row; places_TK: the rows of a token. Knowing both, the backward gathers as well: it adds the
     K rows of a token in the order of places_TK, where an index_add would add them one by one.
     """
+    if not torch.is_grad_enabled():
+        return x_TD.index_select(0, tokens_R)
     return _GatherRows.apply(x_TD, tokens_R, places_TK)
 
 
@@ -55,8 +59,8 @@ class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
         ctx.save_for_backward(tokens_R, places_TK)
-        if places_TK.numel() == 0:
-            return y_RD.new_zeros(places_TK.shape[0], y_RD.shape[1])
+        if places_TK.numel() <= FEW_ROWS:
+            return y_RD.index_select(0, places_TK.flatten()).view(*places_TK.shape, y_RD.shape[1]).sum(1)
         return F.embedding_bag(places_TK, y_RD, mode="sum")  # a gather and a sum in one pass
 
     @staticmethod
@@ -139,6 +143,9 @@ def _forward(
     x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, offsets_E: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor]:
     """y [R, D] and the pre-activations h = up_e x_r [R, F]."""
+    few = None if fused else _columns_of_few(x_RD.shape[0], offsets_E)
+    if few is not None:
+        return _forward_of_few(x_RD, up_EFD, down_EDF, weights_R, *few)
     h_RF = _products(x_RD.contiguous(), up_EFD.transpose(1, 2), offsets_E)
     if fused:
         from titan_nemotron.ops.experts_triton import activate
@@ -169,6 +176,43 @@ def _backward(
     dx = _products(dh_RF, up_EFD, offsets_E)
     dup = _weight_gradients(dh_RF, x_RD, offsets_E)
     return _clear_tail(dx, offsets_E), dup, ddown, _clear_tail(dweights_R, offsets_E)
+
+
+def _columns_of_few(num_rows: int, offsets_E: Tensor) -> tuple[int, list[int]] | None:
+    """Where, on a CPU, most experts have a few rows, as when decoding: a number of columns C that holds the rows of any
+    expert, and the column, counted through all experts, of each row. Else None.
+    """
+    num_experts = offsets_E.shape[0]
+    if offsets_E.device.type != "cpu" or not num_experts <= num_rows <= 4 * num_experts:
+        return None
+    stops = offsets_E.tolist()
+    counts = [stop - start for start, stop in zip([0, *stops], stops)]
+    if max(counts) > 8 or sum(map(bool, counts)) < num_experts / 2 or stops[-1] < num_rows:
+        return None
+    num_columns = max(2, *counts)  # the product with one column is a slower one
+    return num_columns, [expert * num_columns + i for expert, count in enumerate(counts) for i in range(count)]
+
+
+def _forward_of_few(
+    x_RD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weights_R: Tensor, num_columns: int, columns: list[int]
+) -> tuple[Tensor, Tensor]:
+    """The same by two batched products, whose time is that of reading the weights. See _columns_of_few.
+
+    The weight comes first in each product and the transpose of the rows second, as in ops.linear.
+    """
+    columns_R = torch.tensor(columns, device=x_RD.device)
+
+    def spread(rows: Tensor) -> Tensor:  # [R, ...] -> [E, C, ...], zero where an expert has no row
+        empty = rows.new_zeros(up_EFD.shape[0] * num_columns, *rows.shape[1:])
+        return empty.index_copy_(0, columns_R, rows).unflatten(0, (-1, num_columns))
+
+    def products(weight_EMN: Tensor, rows_ECN: Tensor) -> Tensor:
+        return torch.bmm(weight_EMN, rows_ECN.mT).mT.contiguous()
+
+    h_ECF = products(up_EFD, spread(x_RD))
+    a_ECF = torch.relu(h_ECF).square_().mul_(spread(weights_R.to(x_RD.dtype))[..., None])
+    y_ECD = products(down_EDF, a_ECF)
+    return y_ECD.flatten(0, 1).index_select(0, columns_R), h_ECF.flatten(0, 1).index_select(0, columns_R)
 
 
 def _forward_shapes(x_RD: Tensor, up_EFD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ REFERENCE = Path("reference")
 # causal_conv1d_cuda is the extension of causal-conv1d, which an install without CUDA lacks.
 # Fastest first; the reference is last, takes everything, and is what fp64 always takes.
 PATHS: dict[str, tuple[Path, ...]] = {
+    "linear": (Path("transposed", ("cpu",)), REFERENCE),
     "ssd": (Path("mamba_ssm", ("cuda",), "mamba_ssm"), Path("chunked"), REFERENCE),
     "conv": (Path("causal_conv1d", ("cuda",), "causal_conv1d_cuda"), Path("shifted"), REFERENCE),
     "norm": (Path("fused"), REFERENCE),

@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x [..., C], weight [C]; returns [..., C] in x's dtype. Source: Zhang and Sennrich, "Root mean square layer
     normalization", 2019.
     """
-    if chosen("norm", x) == "fused":
+    if chosen("norm", x) == "fused" and torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
     dtype = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
@@ -29,7 +29,7 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: f
 
     y, z [..., C], weight [C], C divisible by group_size; computed in at least fp32; returns [..., C] in z's dtype.
     """
-    if chosen("norm", z) == "fused":
+    if chosen("norm", z) == "fused" and torch.is_grad_enabled():
         return _GatedRMSNorm.apply(y, z, weight, group_size, eps)
     dtype = torch.promote_types(z.dtype, torch.float32)
     u = (y.to(dtype) * F.silu(z.to(dtype))).unflatten(-1, (-1, group_size))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_nemotron.models.layers.init import Rule, constant, normal, tensors_by_name
+from titan_nemotron.ops.linear import linear
 from titan_nemotron.ops.norm import gated_rms_norm, rms_norm
 
 
@@ -24,7 +25,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return linear(x, self.weight.to(x.dtype), bias)
 
 
 class Embedding(nn.Module):

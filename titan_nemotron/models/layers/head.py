@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from titan_nemotron.models.layers.init import Rule, normal
 from titan_nemotron.ops.head import linear_cross_entropy
+from titan_nemotron.ops.linear import linear
 
 
 class Head(nn.Module):
@@ -31,4 +32,4 @@ class Head(nn.Module):
     def logits(self, h_BLD: Tensor) -> Tensor:
         """[B, L, V] in at least fp32."""
         dtype = torch.promote_types(h_BLD.dtype, torch.float32)
-        return h_BLD.to(dtype) @ self.weight.to(dtype).T
+        return linear(h_BLD.to(dtype), self.weight.to(dtype))

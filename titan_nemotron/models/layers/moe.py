@@ -14,6 +14,7 @@ from titan_nemotron.models.layers.basic import Linear
 from titan_nemotron.models.layers.init import Rule, constant, normal
 from titan_nemotron.models.layers.mlp import MLP
 from titan_nemotron.ops.experts import gather_rows, relu2_experts, sum_rows
+from titan_nemotron.ops.linear import linear
 
 
 class Router(nn.Module):
@@ -61,29 +62,26 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """indices given: routing replayed. Statistics exclude padding; they are sums over each row's positions:
 
-        counts_BE of the real (biased) routing, auxiliary_counts_BE of the top K without bias, score_sums_BE of the
-        scores normalised over all experts, lengths_B1 of valid tokens.
+        counts_BE of the real (biased) routing; and, unless gradients are off, for the auxiliary loss: auxiliary_counts_BE
+        of the top K without bias, score_sums_BE of the scores normalised over all experts, lengths_B1 of valid tokens.
         """
         dtype = torch.promote_types(x_BLD.dtype, torch.float32)
-        scores = torch.sigmoid(x_BLD.to(dtype) @ self.weight.to(dtype).T)
+        scores = torch.sigmoid(linear(x_BLD.to(dtype), self.weight.to(dtype)))
         indices = self.select(scores) if indices_BLK is None else indices_BLK
         weights = scores.gather(-1, indices)
         if self.norm_topk:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         mask = valid_BL[..., None].to(dtype)
-        normalised = scores / scores.sum(-1, keepdim=True)
 
         def count(chosen: Tensor) -> Tensor:
             return torch.zeros_like(scores).scatter(-1, chosen, mask.expand(chosen.shape)).sum(1)
 
         with torch.no_grad():
-            unbiased = scores.topk(self.topk, dim=-1).indices
-            stats = {
-                "counts_BE": count(indices),
-                "auxiliary_counts_BE": count(unbiased),
-                "lengths_B1": mask.sum(1),
-            }
-        stats["score_sums_BE"] = (normalised * mask).sum(1)
+            stats = {"counts_BE": count(indices)}
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                stats |= {"auxiliary_counts_BE": count(scores.topk(self.topk, dim=-1).indices), "lengths_B1": mask.sum(1)}
+            stats["score_sums_BE"] = (scores / scores.sum(-1, keepdim=True) * mask).sum(1)
         return indices, weights * self.scaling, stats
 
 
@@ -179,7 +177,7 @@ class MoE(nn.Module):
     def forward(
         self, x_BLD: Tensor, layout: DocumentLayout, cache: None = None, indices: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """stats: counts_E, auxiliary_sum (summed over rows, without its coefficient) and indices_BLK."""
+        """stats: counts_E, indices_BLK and, unless gradients are off, auxiliary_sum (over rows, without coefficient)."""
         indices_BLK, weights_BLK, sums = self.router(x_BLD, layout.valid, indices)
         u_BLD = x_BLD if self.fc1_latent_proj is None else self.fc1_latent_proj(x_BLD)
         x_RD, weights_R, offsets_E, handle = self.dispatcher.dispatch(
@@ -190,11 +188,9 @@ class MoE(nn.Module):
             out = self.fc2_latent_proj(out)
         if self.shared_expert is not None:
             out = out + self.shared_expert(x_BLD)
-        stats = {
-            "counts_E": sums["counts_BE"].sum(0),
-            "auxiliary_sum": self.sequence_auxiliary_loss(sums).sum(),
-            "indices_BLK": indices_BLK,
-        }
+        stats = {"counts_E": sums["counts_BE"].sum(0), "indices_BLK": indices_BLK}
+        if "score_sums_BE" in sums:
+            stats["auxiliary_sum"] = self.sequence_auxiliary_loss(sums).sum()
         return out, stats
 
     def sequence_auxiliary_loss(self, sums: dict[str, Tensor]) -> Tensor:

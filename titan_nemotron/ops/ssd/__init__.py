@@ -58,13 +58,20 @@ def ssd_step(
     *,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[Tensor, Tensor]:
-    """One token of ssd_scan for decoding: returns y [B, H, P] in x's dtype and the new state [B, H, P, N]."""
+    """One token of ssd_scan for decoding: returns y [B, H, P] in x's dtype and the new state [B, H, P, N].
+
+    A state of at least fp32 is updated in place: it is the largest thing that a decoding step writes.
+    """
     dtype = torch.promote_types(x_BHP.dtype, torch.float32)
     num_groups, state_size = B_BGN.shape[1:]
     x, A, B, C = x_BHP.to(dtype), A_H.to(dtype), B_BGN.to(dtype), C_BGN.to(dtype)
     d = F.softplus(dt_BH.to(dtype) + dt_bias_H.to(dtype)).clamp(*dt_limit)
-    grouped = (x.shape[0], num_groups, -1, state_size)  # [B, G, heads and channels of a group, N]
-    update = ((d[..., None] * x).reshape(*grouped[:3], 1) * B[:, :, None]).view_as(state_BHPN)
-    state = torch.addcmul(update, torch.exp(d * A)[..., None, None], state_BHPN.to(dtype))
-    y = (state.view(grouped) @ C[..., None]).view_as(x) + D_H.to(dtype)[:, None] * x
+    num_rows, num_heads, channels = x.shape
+    grouped = (num_rows, num_groups, num_heads // num_groups, channels)
+    state = state_BHPN.to(dtype).mul_(torch.exp(d * A)[..., None, None])
+    update = (d[..., None] * x).view(*grouped, 1)
+    state.view(*grouped, state_size).addcmul_(update, B[:, :, None, None])
+    # C first: the product with a single row on the right reads the state at a fifth of the speed.
+    read = torch.bmm(C.reshape(-1, 1, state_size), state.view(-1, num_heads // num_groups * channels, state_size).mT)
+    y = torch.addcmul(read.view(x.shape), D_H.to(dtype)[:, None], x)
     return y.to(x_BHP.dtype), state

@@ -18,7 +18,7 @@ from titan_nemotron.ops.ssd.block import Block, Cut, Decays, Gradients
 from titan_nemotron.ops.ssd.segments import segments
 
 CHUNK = 64  # longer: more exponentials and products inside chunks; shorter: more states
-BLOCK = 1 << 20  # elements of x in one block
+BLOCK = 1 << 19  # elements of x in one block: its temporaries stay in the cache of a core
 
 
 def chunked_scan(
