@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from titan_nemotron.models.layers.moe import LocalDispatch
-from titan_nemotron.ops.experts import gather_rows, relu2_experts, sum_rows
+from titan_nemotron.ops.experts import _columns_of_few, gather_rows, relu2_experts, sum_rows
 
 counts = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
@@ -54,6 +54,20 @@ def test_grouped_products_equal_the_loop(seed, counts, tail, sizes):
         assert not grad[torch.tensor(counts) == 0].any()
     if tail:
         assert not actual[0][-tail:].any() and not actual[1][-tail:].any() and not actual[4][-tail:].any()
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [2, 0, 3, 1], [8, 1, 1], [0, 4, 4, 0]])
+def test_a_few_rows_of_most_experts_are_multiplied_together_and_equal_the_loop(counts):
+    leaves, offsets = inputs(1, counts, 0, 8, 12)
+    assert _columns_of_few(sum(counts), offsets) is not None
+    actual, expected = (with_gradients(leaves, offsets, dtype) for dtype in (torch.float32, torch.float64))
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a.double(), e, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("counts", [[9, 1, 1], [0, 0, 3], [5, 5], [1, 0, 0, 0, 3]])
+def test_many_rows_or_few_experts_are_not(counts):
+    assert _columns_of_few(sum(counts), torch.tensor(counts).cumsum(0).to(torch.int32)) is None
 
 
 @pytest.mark.parametrize("counts", [[0, 0], [64, 0], [0, 33, 31]])

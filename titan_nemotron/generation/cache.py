@@ -22,11 +22,13 @@ class KVCache:
         self.num_rows = num_rows
         self.longest = 0  # an upper bound of lengths, known without asking the device
         self.lengths = torch.zeros(num_rows, dtype=torch.int64)
+        self.even = True  # whether all rows certainly have the same length
         self.k = self.v = torch.empty(0)
 
-    def append(self, k_BLKD: Tensor, v_BLKD: Tensor, layout: DocumentLayout) -> tuple[Tensor, Tensor, Tensor]:
+    def append(self, k_BLKD: Tensor, v_BLKD: Tensor, layout: DocumentLayout) -> tuple[Tensor, Tensor, Tensor | None]:
         """Write the valid new tokens behind each row's last; return keys, values [B, S, K, D] and the mask [B, L, S].
 
+        No mask: every row has the same length and one new token, which sees all keys.
         Padding may only stand at a row's end. A row that outgrows the capacity is a programming error.
         """
         num_rows, new = k_BLKD.shape[:2]
@@ -45,8 +47,11 @@ class KVCache:
         self.longest += new
         if layout.has_padding:
             self.lengths = self.lengths + layout.valid.sum(1)
+            self.even = False
         else:
             self.lengths = self.lengths + new
+        if self.even and new == 1:
+            return self.k[:, : self.longest], self.v[:, : self.longest], None
         keys = torch.arange(self.longest, device=k_BLKD.device)
         mask_BLS = keys <= places_BL[..., None]
         if layout.has_padding:

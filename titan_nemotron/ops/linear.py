@@ -21,6 +21,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor
     rows = x.shape[:-1].numel()
     if rows not in FEW_ROWS or chosen("linear", x) != "transposed":
         return F.linear(x, weight_NK, bias_N)
-    y = torch.mm(weight_NK, x.reshape(rows, -1).T).T
-    y = y.contiguous() if bias_N is None else y + bias_N
-    return y.reshape(*x.shape[:-1], -1)
+    y_NM = torch.mm(weight_NK, x.reshape(rows, -1).T)
+    if bias_N is not None:
+        y_NM = y_NM + bias_N[:, None]
+    return y_NM.T.contiguous().view(*x.shape[:-1], -1)

@@ -12,7 +12,7 @@ from titan_nemotron.layout import DocumentLayout
 
 
 class AttentionCache(Protocol):
-    def append(self, k_BLKD: Tensor, v_BLKD: Tensor, layout: DocumentLayout) -> tuple[Tensor, Tensor, Tensor]:
+    def append(self, k_BLKD: Tensor, v_BLKD: Tensor, layout: DocumentLayout) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store the valid new keys and values; return all keys, all values [B, S, K, D] and the mask [B, L, S]."""
         ...
 

@@ -80,7 +80,10 @@ class Router(nn.Module):
             stats = {"counts_BE": count(indices)}
         if torch.is_grad_enabled():
             with torch.no_grad():
-                stats |= {"auxiliary_counts_BE": count(scores.topk(self.topk, dim=-1).indices), "lengths_B1": mask.sum(1)}
+                stats |= {
+                    "auxiliary_counts_BE": count(scores.topk(self.topk, dim=-1).indices),
+                    "lengths_B1": mask.sum(1),
+                }
             stats["score_sums_BE"] = (scores / scores.sum(-1, keepdim=True) * mask).sum(1)
         return indices, weights * self.scaling, stats
 

@@ -35,8 +35,10 @@ def attention(
     return _reference(q_BLHD, k_BLKD, v_BLKD, layout, scale, window)
 
 
-def cached_attention(q_BLHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask_BLS: Tensor, *, scale: float) -> Tensor:
-    """Attention of new queries over cached keys: query i of row b sees key j iff mask[b, i, j].
+def cached_attention(
+    q_BLHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask_BLS: Tensor | None, *, scale: float
+) -> Tensor:
+    """Attention of new queries over cached keys: query i of row b sees key j iff mask[b, i, j], all keys without a mask.
 
     A query that sees nothing gives 0. Returns [B, L, H, Dv] in q's dtype.
     """
@@ -45,12 +47,14 @@ def cached_attention(q_BLHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask_BLS: T
     if length == 1:
         # The query heads of one key/value head stand in for positions: no key is copied once per query head.
         q = q.reshape(num_rows, k.shape[1], -1, size)
-        mask = mask_BLS[:, None].expand(-1, 1, q.shape[2], -1)
+        mask = None if mask_BLS is None else mask_BLS[:, None].expand(-1, 1, q.shape[2], -1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         out = out.reshape(num_rows, num_heads, 1, -1)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BLS[:, None], scale=scale, enable_gqa=True)
-    return torch.where(mask_BLS.any(-1)[:, :, None, None], out.transpose(1, 2), 0)
+        mask = None if mask_BLS is None else mask_BLS[:, None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    out = out.transpose(1, 2)
+    return out if mask_BLS is None else torch.where(mask_BLS.any(-1)[:, :, None, None], out, 0)
 
 
 def _reference(
