@@ -3,12 +3,16 @@
 A server process imports everything once and forks the ranks; each rank then is what torchrun would have started.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
+import pty
 import signal
 import socket
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,6 +139,31 @@ class Launch:
         return any(process.is_alive() for process in self.processes)
 
 
+class Terminal:
+    """A pseudo-terminal of eighty columns, and what was written to it."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 80))
+        self.path = Path(os.ttyname(theirs))
+        self._theirs, self._read = theirs, bytearray()
+        self._thread = threading.Thread(target=self._collect, daemon=True)
+        self._thread.start()
+
+    def _collect(self) -> None:
+        with contextlib.suppress(OSError):  # nobody holds the other end any more
+            while piece := os.read(self._ours, 4096):
+                self._read += piece
+
+    @property
+    def text(self) -> str:
+        """All of it, once the processes have ended."""
+        os.close(self._theirs)
+        self._thread.join()
+        os.close(self._ours)
+        return self._read.decode()
+
+
 class Launcher:
     """Starts runs that write below one directory."""
 
@@ -143,11 +172,18 @@ class Launcher:
         self.count = 0
         self.job = write_job(directory)
 
-    def __call__(self, *flags: str, ranks: int = 1, prepare: Callable[[], None] | None = None) -> Launch:
+    def __call__(
+        self,
+        *flags: str,
+        ranks: int = 1,
+        prepare: Callable[[], None] | None = None,
+        output: Path | None = None,
+    ) -> Launch:
         self.count += 1
-        output = self.directory / f"output-{self.count}.txt"
+        output = output or self.directory / f"output-{self.count}.txt"
         arguments = ["--config", str(self.job), "--job.output_directory", str(self.directory / "outputs"), *flags]
         environment = {"XDG_CACHE_HOME": str(self.directory / "cache"), "OMP_NUM_THREADS": "1"}
+        environment |= {"TERM": "xterm-256color"}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -160,6 +196,10 @@ class Launcher:
             process.start()
             processes.append(process)
         return Launch(processes, output)
+
+    def in_terminal(self, *flags: str) -> tuple[Launch, "Terminal"]:
+        terminal = Terminal()
+        return self(*flags, output=terminal.path), terminal
 
     def run(self, *flags: str, ranks: int = 1, prepare: Callable[[], None] | None = None) -> Launch:
         """Start and wait for a run that must succeed."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titan_nemotron.models.family import load_family
-from titan_nemotron.train.flops import ModelSize, model_size
+from titan_nemotron.train.flops import ModelSize, model_size, peak_flops, peak_of
 
 
 def size_of(flavor: str, length: int = 8192, **changes: object) -> ModelSize:
@@ -38,3 +38,20 @@ def test_shared_depths_and_experts_count_as_often_as_they_are_used() -> None:
     more = size_of("debug", n_routed_experts=2 * config.n_routed_experts, mtp_blocks=0, mtp_depths=0)
     routers = 3 * 6 * config.n_routed_experts * config.hidden_size  # in the three routed blocks of the flavor
     assert more.flops - none == pytest.approx(routers)
+
+
+def test_peaks_are_those_of_the_data_sheets() -> None:
+    """Names as the driver gives them, of which one may hold another's."""
+    tera = {
+        "NVIDIA H200": 989,
+        "NVIDIA GH200 480GB": 989,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA H20": 148,
+        "NVIDIA GB200": 2500,
+        "NVIDIA B200": 2250,
+        "NVIDIA A100-SXM4-80GB": 312,
+    }
+    assert {name: peak_of(name) for name in tera} == {name: peak * 1e12 for name, peak in tera.items()}
+    assert peak_of("NVIDIA GeForce RTX 3090") is None
+    assert peak_flops(torch.device("cpu")) is None

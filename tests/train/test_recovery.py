@@ -46,6 +46,20 @@ def test_killed_at_any_moment_ends_the_same(finished: Path, launcher: Launcher) 
     assert not list(directory.glob("checkpoints/*.partial"))
 
 
+def test_two_ranks_killed_in_a_save_end_the_same(launcher: Launcher) -> None:
+    flags = ("--training.validation_rows", "0", "--metrics.completion_tokens", "0")
+    launcher.run("--job.name", "pair", *flags, ranks=2)
+    directory = launcher.of("pair-killed")
+    launch = launcher("--job.name", "pair-killed", *flags, ranks=2)
+    wait_until(lambda: complete_steps(directory / "checkpoints"))
+    wait_until(lambda: not launch.running or list(directory.glob("checkpoints/*.partial")), every=0.0005)
+    launch.kill()
+    assert complete_steps(directory / "checkpoints")[-1] < 12
+    text = launcher.run("--job.name", "pair-killed", *flags, ranks=2).text
+    assert "resuming" in text
+    assert_same_end(launcher.of("pair"), directory)
+
+
 def test_sigterm_saves_and_another_number_of_ranks_goes_on(finished: Path, launcher: Launcher) -> None:
     flags = ("--job.name", "stopped", "--training.validation_interval", "4", "--checkpoint.interval", "0")
     directory = launcher.of("stopped")

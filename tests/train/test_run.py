@@ -1,19 +1,24 @@
 """A run from start to end: what it writes, prints and refuses."""
 
+import gzip
 import json
 import math
 import os
+import re
 import shutil
 import tomllib
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.train.launch import Launcher, checkpoint_tensors, records
 from titan_nemotron import load_model
 from titan_nemotron.checkpoint.manager import complete_steps
 from titan_nemotron.config import load
+from titan_nemotron.train.flops import model_size
 from titan_nemotron.train.job import Job
+from titan_nemotron.train.setup import build_model
 
 
 def test_files_of_a_run(finished: Path) -> None:
@@ -37,6 +42,7 @@ def test_records(finished: Path) -> None:
         assert line["expert_load"].keys() == {"layers.1", "mtp.0.layers.1", "mtp.1.layers.1"}
         assert all(low <= middle <= high for low, middle, high in line["expert_load"].values())
         assert ("bits_per_byte" in line) == (line["step"] % 4 == 0)
+        assert "mfu" not in line  # nobody has said what a CPU's peak is
     assert abs(lines[0]["loss"] - math.log(300)) < 0.2
     assert lines[-1]["loss"] < lines[0]["loss"]
     # nats a target and bits a byte tell the same loss: a target stands for one to a few bytes
@@ -61,6 +67,33 @@ def test_what_it_prints(finished: Path, launcher: Launcher) -> None:
     summary = text[text.index("done:") :]
     for word in ("first", "last", "bits per byte", "tokens per second", "outputs", "completion"):
         assert word in summary
+
+
+def test_a_terminal_shows_a_progress_bar_and_the_utilisation(launcher: Launcher) -> None:
+    """In a terminal of eighty columns: lines as elsewhere, a bar below them that is gone at the end."""
+    peak = 0.5  # in 10^12 FLOP/s
+    flags = ["--job.name", "terminal", "--metrics.peak_tflops", str(peak), "--training.steps", "4"]
+    launch, terminal = launcher.in_terminal(*flags)
+    assert launch.wait() == [0], terminal.text
+    text = terminal.text
+    assert "\x1b[2Ktraining" in text  # the line is erased before the bar is drawn again
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
+    bars = [line for line in lines if re.fullmatch(r"training ━+╺?━* +\d+% [\d:-]+", line)]
+    assert "   0% " in bars[0]
+    assert " 100% " in bars[-1]
+    header = "   step    loss   mtp0   mtp1   gnorm       lr   tok/s   mfu    mem     left"
+    assert header in lines
+    for step in range(1, 5):
+        (line,) = [line for line in lines if line.split()[:1] == [str(step)]]
+        assert len(line) == len(header)
+    after = text[text.rindex("done: 4 steps") :]
+    assert "training" not in after
+
+    job = load(Job, launcher.of("terminal") / "config.toml", [])
+    _, model = build_model(job)
+    flops = model_size(model, job.training.sequence_length).flops
+    for record in records(launcher.of("terminal")):
+        assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / (peak * 1e12))
 
 
 def test_a_finished_run_only_reports(finished: Path, launcher: Launcher) -> None:
@@ -105,10 +138,24 @@ def test_validation_and_profiling_change_nothing(finished: Path, launcher: Launc
     first, second = (
         checkpoint_tensors(path / "checkpoints" / "step-12") for path in (finished, launcher.of("unvalidated"))
     )
-    traces = {path.name for path in (launcher.of("unvalidated") / "profile").iterdir()}
-    assert traces == {"step-2.json.gz", "step-3.json.gz"}
+    assert_profiled(launcher.of("unvalidated") / "profile", (2, 3))
     assert any("correction_bias" in name and value.any() for name, value in first.items())
     assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def assert_profiled(directory: Path, steps: tuple[int, ...]) -> None:
+    """A trace with operations; the memory in a snapshot on CUDA, otherwise in the trace."""
+    on_cuda = torch.cuda.is_available()
+    names = {f"step-{step}.json.gz" for step in steps}
+    snapshots = {f"step-{step}-memory.pickle" for step in steps} if on_cuda else set()
+    assert {path.name for path in directory.iterdir()} == names | snapshots
+    for name in names:
+        with gzip.open(directory / name) as file:
+            events = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert {"aten::mm", "autograd::engine::evaluate_function: MmBackward0"} <= events
+        assert ("[memory]" in events) is not on_cuda
+    for name in snapshots:
+        assert (directory / name).stat().st_size > 1000
 
 
 def test_starts_from_trained_weights(finished: Path, launcher: Launcher) -> None:

@@ -53,7 +53,8 @@ class MetricsConfig(Table):
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Peak of one device, in 10^12 FLOP/s, for the utilisation; known for common NVIDIA GPUs."""
     profile: list[Positive] = Field(default_factory=list)
-    """Steps to profile: each writes a Chrome trace, and on CUDA a memory snapshot, to profile/ in the run's directory."""
+    """Steps to profile, on rank 0: each writes profile/step-N.json.gz to the run's directory, a Chrome trace, and on CUDA
+    profile/step-N-memory.pickle, a snapshot for pytorch.org/memory_viz; on a CPU the trace holds the allocations."""
     completion_prompt: str = "import "
     """Prompt of the completion sampled at the end."""
     completion_tokens: NotNegative = 64

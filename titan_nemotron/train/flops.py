@@ -78,7 +78,9 @@ def model_size(model: nn.Module, sequence_length: int) -> ModelSize:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of a device in FLOP/s, None where we do not know it."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(name: str) -> float | None:
+    """peak_flops of a GPU with this name."""
     return next((peak * 1e12 for part, peak in PEAKS.items() if part in name), None)

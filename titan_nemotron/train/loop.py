@@ -132,7 +132,7 @@ def not_finite(run: Run, safe: Position, in_a_row: int) -> str:
 
 @contextlib.contextmanager
 def profiled(run: Run, step: int) -> Iterator[None]:
-    """On rank 0 and in the steps that [metrics] profile names: a Chrome trace, and on CUDA a memory snapshot."""
+    """On rank 0 and in the steps that [metrics] profile names, what its description says."""
     if run.ranks.rank != 0 or step not in run.job.metrics.profile:
         yield
         return
@@ -141,7 +141,7 @@ def profiled(run: Run, step: int) -> Iterator[None]:
     on_cuda = run.ranks.device.type == "cuda"
     if on_cuda:
         torch.cuda.memory._record_memory_history()
-    with torch.profiler.profile(record_shapes=True, with_stack=on_cuda) as profiler:
+    with torch.profiler.profile(record_shapes=True, with_stack=on_cuda, profile_memory=not on_cuda) as profiler:
         yield
     profiler.export_chrome_trace(str(directory / f"step-{step}.json.gz"))
     if on_cuda:
