@@ -47,7 +47,25 @@ def test_records(finished: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
     # nats a target and bits a byte tell the same loss: a target stands for one to a few bytes
     assert 1 <= lines[-1]["validation_loss"] / math.log(2) / lines[-1]["bits_per_byte"] < 8
-    assert list((finished / "tensorboard").glob("events*"))
+
+
+def test_tensorboard_has_every_number_of_the_records(finished: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished / "tensorboard")).Reload()
+    lines = records(finished)
+
+    def written(tag: str) -> list[tuple[int, float]]:
+        return [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
+
+    for key in lines[0].keys() - {"step", "mtp_losses", "expert_load"}:
+        assert written(key) == [(line["step"], line[key]) for line in lines]
+    for depth in range(2):
+        assert written(f"mtp_losses/{depth}") == [(line["step"], line["mtp_losses"][depth]) for line in lines]
+    for place, name in enumerate(("min", "median", "max")):
+        loads = [(line["step"], line["expert_load"]["mtp.1.layers.1"][place]) for line in lines]
+        assert written(f"expert_load_{name}/mtp.1.layers.1") == loads
+    assert written("bits_per_byte") == [(line["step"], line["bits_per_byte"]) for line in lines[3::4]]
 
 
 def test_export_is_the_trained_model(finished: Path) -> None:
@@ -81,8 +99,11 @@ def test_a_terminal_shows_a_progress_bar_and_the_utilisation(launcher: Launcher)
     bars = [line for line in lines if re.fullmatch(r"training ━+╺?━* +\d+% [\d:-]+", line)]
     assert "   0% " in bars[0]
     assert " 100% " in bars[-1]
-    header = "   step    loss   mtp0   mtp1   gnorm       lr   tok/s   mfu    mem     left"
+    header = "   step     loss   mtp0   mtp1    gnorm       lr  tok/s    mfu    mem      left"
     assert header in lines
+    words = [line for line in lines if str(launcher.directory) not in line]
+    assert max(map(len, words)) <= 80
+    assert [line for line in lines if line.startswith("kernels: ")] != [line for line in lines if "head: " in line]
     for step in range(1, 5):
         (line,) = [line for line in lines if line.split()[:1] == [str(step)]]
         assert len(line) == len(header)

@@ -50,6 +50,7 @@ def run(job: Job, dry_run: bool = False) -> int:
     # Slow to import; whoever has a mistake in a file does not wait for it.
     from titan_nemotron.train import plan
     from titan_nemotron.train.loop import train
+    from titan_nemotron.train.metrics import fitted
     from titan_nemotron.train.ranks import Ranks
 
     ranks = None
@@ -58,7 +59,7 @@ def run(job: Job, dry_run: bool = False) -> int:
         if dry_run:
             lines = plan.dry_run(job, ranks)
             if ranks.rank == 0:
-                print("\n".join(lines))
+                print(fitted("\n".join(lines)))
         else:
             train(job, ranks)
         ranks.close()

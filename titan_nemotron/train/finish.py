@@ -11,7 +11,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from titan_nemotron.checkpoint.convert import export
 from titan_nemotron.generation.decode import generate
 from titan_nemotron.generation.sampling import Sampling
-from titan_nemotron.train.metrics import Metrics, short
+from titan_nemotron.train.metrics import Metrics, fitted, short
 from titan_nemotron.train.setup import Progress, Run
 
 TEMPERATURE, TOP_P = 0.7, 0.9  # of the sampled completion
@@ -25,8 +25,7 @@ def finish(run: Run, metrics: Metrics | None, progress: Progress) -> None:
     completion = sampled_completion(run) if run.job.metrics.completion_tokens else None
     run.checkpoints.close()
     if metrics is not None:
-        for line in summary(run, progress, metrics.tokens_per_second, completion):
-            print(line, flush=True)
+        print(fitted("\n".join(summary(run, progress, metrics.tokens_per_second, completion))), flush=True)
 
 
 def export_model(run: Run, step: int) -> None:

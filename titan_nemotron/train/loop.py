@@ -12,7 +12,7 @@ from titan_nemotron.train.finish import finish
 from titan_nemotron.train.flops import peak_flops
 from titan_nemotron.train.health import NOT_FINITE, Stopped, StopSignal
 from titan_nemotron.train.job import Job
-from titan_nemotron.train.metrics import Metrics
+from titan_nemotron.train.metrics import Metrics, fitted
 from titan_nemotron.train.plan import describe_run
 from titan_nemotron.train.ranks import Ranks
 from titan_nemotron.train.setup import Position, Progress, Run, build
@@ -75,8 +75,7 @@ def open_metrics(run: Run, progress: Progress) -> Metrics | None:
     """On rank 0, after saying what is about to be trained."""
     if run.ranks.rank != 0:
         return None
-    for line in describe_run(run, progress):
-        print(line, flush=True)
+    print(fitted("\n".join(describe_run(run, progress))), flush=True)
     peak = run.job.metrics.peak_tflops
     one_device = peak * 1e12 if peak is not None else peak_flops(run.ranks.device)
     return Metrics(

@@ -3,7 +3,9 @@
 import json
 import math
 import resource
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -165,26 +167,25 @@ def _scalars(record: dict[str, Any]) -> list[tuple[str, float]]:
 def header(record: dict[str, Any]) -> str:
     """The names of format_record's columns."""
     mtp = "".join(f"{f'mtp{depth}':>7}" for depth in range(len(record["mtp_losses"])))
-    mfu = f"{'mfu':>6}" if "mfu" in record else ""
-    return f"{'step':>7}{'loss':>8}{mtp}{'gnorm':>8}{'lr':>9}{'tok/s':>8}{mfu}{'mem':>7}{'left':>9}"
+    mfu = f"{'mfu':>7}" if "mfu" in record else ""
+    return f"{'step':>7}{'loss':>9}{mtp}{'gnorm':>9}{'lr':>9}{'tok/s':>7}{mfu}{'mem':>7}{'left':>10}"
 
 
 def format_record(record: dict[str, Any]) -> str:
     """At most 80 columns with two multi-token depths."""
     mtp = "".join(f"{loss:>7.3f}" for loss in record["mtp_losses"])
-    mfu = f"{record['mfu']:>6.1%}" if "mfu" in record else ""
-    skipped = "  skipped" if record["skipped"] else ""
+    mfu = f"{record['mfu']:>7.1%}" if "mfu" in record else ""
     return (
-        f"{record['step']:>7}{record['loss']:>8.4f}{mtp}{record['grad_norm']:>8.3g}{record['lr']:>9.2e}"
-        f"{short(record['tokens_per_second']):>8}{mfu}{record['memory_gib']:>6.1f}G"
-        f"{duration(record['seconds_left']):>9}{skipped}"
+        f"{record['step']:>7}{record['loss']:>9.4f}{mtp}{record['grad_norm']:>9.3g}{record['lr']:>9.2e}"
+        f"{short(record['tokens_per_second']):>7}{mfu}{record['memory_gib']:>6.1f}G"
+        f"{duration(record['seconds_left']):>10}"
     )
 
 
 def short(number: float) -> str:
     """1234567 as 1.23M."""
     for factor, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= factor:
+        if number >= 0.9995 * factor:  # what rounds to 1000 is 1 of the next unit
             return f"{number / factor:.3g}{unit}"
     return f"{number:.3g}"
 
@@ -194,6 +195,20 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def fitted(text: str) -> str:
+    """Lines to read: in a terminal folded between words at its width, elsewhere as they are."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip(" |"))][: width // 2]
+        lines.append(
+            textwrap.fill(line, width, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
+        )
+    return "\n".join(lines)
 
 
 class Console:

@@ -34,8 +34,8 @@ def describe(job: Job, size: ModelSize, ranks: Ranks) -> list[str]:
         f"mesh: {mesh} on {ranks.device.type}, computing in {dtype}; recompute {job.recompute.mode}, "
         f"compile {'on' if job.compile.enable else 'off'}",
         f"batch: {training.global_batch_size} rows of {training.sequence_length} = {tokens:,} tokens a step, "
-        f"{accumulation} microbatches of {training.microbatch_size} a rank; {training.steps:,} steps, "
-        f"{short(float(tokens) * training.steps)} tokens",
+        f"{accumulation} microbatch{'es' if accumulation > 1 else ''} of {training.microbatch_size} a rank",
+        f"length: {training.steps:,} steps, {short(float(tokens) * training.steps)} tokens",
         f"kernels: {'; '.join(kernels.describe(ranks.device.type))}",
     ]
 
