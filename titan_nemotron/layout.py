@@ -39,10 +39,9 @@ class DocumentLayout:
     def from_document_ids(cls, document_ids: Tensor) -> "DocumentLayout":
         """Any integer ids [B, L], equal inside a document and contiguous; negative is padding.
 
-        Raises UserError when an id comes back after its document has ended.
+        Raises UserError for another shape or type, and when an id comes back after its document has ended.
         """
-        if document_ids.dim() != 2:
-            raise UserError(f"document_ids: expected shape [rows, length], got {list(document_ids.shape)}")
+        _check_integers("document_ids", document_ids)
         device, (num_rows, length) = document_ids.device, document_ids.shape
         ids = document_ids.detach().to("cpu", torch.int64)
         valid = ids >= 0
@@ -89,6 +88,52 @@ class DocumentLayout:
     def valid(self) -> Tensor:
         """[B, L] bool, False at padding."""
         return self.document_ids >= 0
+
+
+def _check_integers(name: str, tensor: Tensor) -> None:
+    """Raises UserError for what is not a tensor of integers [B, L]."""
+    if not isinstance(tensor, Tensor):
+        raise UserError(f"{name}: expected a tensor of integers, got {type(tensor).__name__}")
+    if tensor.dim() != 2:
+        raise UserError(f"{name}: expected shape [rows, length], got {list(tensor.shape)}")
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise UserError(f"{name}: is {tensor.dtype}; expected integers")
+
+
+def check_rows(input_ids: Tensor, document_ids: Tensor | None = None) -> None:
+    """Raises UserError unless both are tensors of integers of one shape [B, L]; B and L may be 0."""
+    _check_integers("input_ids", input_ids)
+    if document_ids is not None:
+        _check_integers("document_ids", document_ids)
+        if document_ids.shape != input_ids.shape:
+            raise UserError(
+                f"document_ids: shape {list(document_ids.shape)} differs from input_ids {list(input_ids.shape)}"
+            )
+
+
+def rows_of_tokens(input_ids: Tensor, document_ids: Tensor | None, vocabulary: int) -> tuple[Tensor, DocumentLayout]:
+    """What a user calls a model with, checked: tokens [B, L] int64, 0 at padding, and their layout.
+
+    Without document_ids a row is one document. Raises UserError for what check_rows and DocumentLayout.from_document_ids
+    refuse, and for a token outside the vocabulary; at padding (a negative document id) any token may stand.
+    """
+    check_rows(input_ids, document_ids)
+    tokens = input_ids.long()
+    if document_ids is None:
+        num_rows, length = tokens.shape
+        layout = DocumentLayout.single(num_rows, length, tokens.device)
+    else:
+        layout = DocumentLayout.from_document_ids(document_ids.to(tokens.device))
+    if layout.has_padding:
+        tokens = torch.where(layout.valid, tokens, 0)
+    outside = (tokens < 0) | (tokens >= vocabulary)
+    if outside.any():
+        row, position = outside.nonzero()[0].tolist()
+        raise UserError(
+            f"input_ids: {int(tokens[row, position])} at row {row}, position {position} is outside the vocabulary of "
+            f"{vocabulary}"
+        )
+    return tokens, layout
 
 
 def _shifted(values: Tensor, document_ids: Tensor, shift: int, length: int, fill: int) -> Tensor:

@@ -6,11 +6,11 @@ Shapes: B rows, L positions, D model size, V vocabulary.
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from titan_nemotron.config import Table
-from titan_nemotron.layout import Batch, DocumentLayout
+from titan_nemotron.layout import Batch, DocumentLayout, rows_of_tokens
 from titan_nemotron.models.family import Losses
 from titan_nemotron.models.layers.attention import Attention
 from titan_nemotron.models.layers.basic import Embedding, RMSNorm
@@ -26,13 +26,10 @@ class NopeGPTConfig(Table):
     num_attention_heads: int = Field(4, gt=0, description="Heads.")
     mtp_depths: int = Field(0, ge=0, le=0, description="This family predicts the next token alone.")
 
-    @model_validator(mode="after")
-    def _check(self) -> "NopeGPTConfig":
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size: {self.hidden_size} is not divisible by the heads, {self.num_attention_heads}"
-            )
-        return self
+    def mistakes(self) -> Iterator[str]:
+        size, heads = self.hidden_size, self.num_attention_heads
+        if size % heads:
+            yield f"hidden_size = {size}: is not divisible by num_attention_heads = {heads}; change one of them"
 
 
 class NopeGPT(nn.Module):
@@ -51,11 +48,8 @@ class NopeGPT(nn.Module):
         self.lm_head = Head(size, config.vocab_size, std=std)
 
     def forward(self, input_ids_BL: Tensor, document_ids_BL: Tensor | None = None, *, cache: Any = None) -> Tensor:
-        if document_ids_BL is None:
-            layout = DocumentLayout.single(*input_ids_BL.shape, device=input_ids_BL.device)
-        else:
-            layout = DocumentLayout.from_document_ids(document_ids_BL)
-        return self.lm_head.logits(self.hidden(input_ids_BL, layout, cache=cache)[0])
+        tokens_BL, layout = rows_of_tokens(input_ids_BL, document_ids_BL, self.config.vocab_size)
+        return self.lm_head.logits(self.hidden(tokens_BL, layout, cache=cache)[0])
 
     def hidden(
         self, tokens_BL: Tensor, layout: DocumentLayout, *, cache: Any = None, replay: dict[str, Tensor] | None = None

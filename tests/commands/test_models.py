@@ -1,6 +1,8 @@
 """score and generate on a small model with a tokenizer of its own."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from titan_nemotron import commands, load_model
 from titan_nemotron.checkpoint.hub_files import write_hub_directory
 from titan_nemotron.checkpoint.load import hub_tensors
 from titan_nemotron.data.tokenizer import Tokenizer, train_tokenizer
+from titan_nemotron.errors import UserError
 from titan_nemotron.models.config import ModelConfig
 from titan_nemotron.models.layers.init import initialize
 from titan_nemotron.models.nemotron3 import FAMILY
@@ -78,20 +81,55 @@ def test_score_takes_rows_without_documents(tmp_path: Path, checkpoint: Path) ->
     torch.testing.assert_close(load_file(tmp_path / "out")["logits"], expected)
 
 
+def score(folder: Path, checkpoint: Path | str, tensors: dict[str, torch.Tensor]) -> int:
+    save_file(tensors, folder / "in")
+    arguments = ["--checkpoint", str(checkpoint), "--input", str(folder / "in"), "--output", str(folder / "out")]
+    return commands.main(["score", *arguments])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)], ids=str)
+def test_score_of_no_tokens_is_empty(tmp_path: Path, checkpoint: Path, shape: tuple[int, int]) -> None:
+    assert score(tmp_path, checkpoint, {"input_ids": torch.zeros(shape, dtype=torch.int64)}) == 0
+    out = load_file(tmp_path / "out")
+    assert out["logits"].shape == (*shape, 280) and out["logprobs"].shape == shape
+
+
+def test_score_names_what_the_model_cannot_take(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ids, message in {
+        (1, 280): "input_ids: 280 at row 0, position 1 is outside the vocabulary of 280",
+        (0, -7): "input_ids: -7 at row 0, position 1 is outside the vocabulary of 280",
+    }.items():
+        assert score(tmp_path, checkpoint, {"input_ids": torch.tensor([ids])}) == 2
+        assert capsys.readouterr().err == f"error: --input {tmp_path / 'in'}: {message}\n"
+    padded = {"input_ids": torch.tensor([[1, 280]]), "document_ids": torch.tensor([[0, -1]])}
+    assert score(tmp_path, checkpoint, padded) == 0
+
+
 @pytest.mark.parametrize(
     "tensors, message",
     [
         ({"tokens": torch.ones(1, 2)}, "has no tensor input_ids; it holds tokens"),
-        ({"input_ids": torch.ones(1, 2)}, "input_ids is torch.float32; expected integers"),
+        ({"input_ids": torch.ones(1, 2)}, "input_ids: is torch.float32; expected integers"),
+        ({"input_ids": torch.ones(1, 2, dtype=torch.bool)}, "input_ids: is torch.bool; expected integers"),
+        ({"input_ids": torch.ones(2, dtype=torch.int64)}, "input_ids: expected shape [rows, length], got [2]"),
+        (
+            {"input_ids": torch.ones(1, 2, dtype=torch.int64), "document_ids": torch.ones(1, 2)},
+            "document_ids: is torch.float32; expected integers",
+        ),
+        (
+            {"input_ids": torch.ones(1, 2, dtype=torch.int64), "document_ids": torch.ones(2, 1, dtype=torch.int64)},
+            "document_ids: shape [2, 1] differs from input_ids [1, 2]",
+        ),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_score_names_what_is_wrong_with_the_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tensors: dict[str, torch.Tensor], message: str
 ) -> None:
     file = tmp_path / "in"
-    save_file(tensors, file)
-    assert commands.main(["score", "--checkpoint", "x", "--input", str(file), "--output", str(tmp_path / "out")]) == 2
+    assert score(tmp_path, "x", tensors) == 2  # before the model is loaded
     assert capsys.readouterr().err == f"error: --input {file}: {message}\n"
     file.write_bytes(b"not a safetensors file")
     assert commands.main(["score", "--checkpoint", "x", "--input", str(file), "--output", str(tmp_path / "out")]) == 2
@@ -139,3 +177,43 @@ def test_generate_finds_a_tokenizer_or_says_so(
     assert capsys.readouterr().err.endswith("no tokenizer.json there; name one with --tokenizer\n")
     text = generate(capsys, checkpoint, "--tokenizer", str(checkpoint.parent / "tokenizer"), "--max-new-tokens", "0")
     assert text == PROMPT
+
+
+def test_generate_continues_an_empty_prompt(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    """As a document that begins: behind the token that ends one."""
+    arguments = ["--checkpoint", str(checkpoint), "--prompt", "", "--temperature", "0", "--max-new-tokens", "3"]
+    assert commands.main(["generate", *arguments]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_generate_names_a_tokenizer_of_another_vocabulary(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    small = tmp_path / "small"
+    model = FAMILY.model(FAMILY.hub.config_from_hub(config | {"vocab_size": 20}))
+    initialize(model, seed=0)
+    slots = FAMILY.hub.tensors(model.config)
+    tensors = hub_tensors(model.state_dict().items(), slots, {})
+    write_hub_directory(small, tensors, FAMILY.hub.config_to_hub(model.config, "float32"))
+    tokens = str(checkpoint.parent / "tokenizer")
+    assert commands.main(["generate", "--checkpoint", str(small), "--prompt", PROMPT, "--tokenizer", tokens]) == 2
+    assert "is no token of the model's vocabulary of 20\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dtype": "float7"}, "dtype = float7: use float32,"),
+        ({"dtype": torch.int64}, "dtype = torch.int64: use float32,"),
+        ({"device": "toaster"}, "device = toaster: cannot be used here"),
+        ({"path": "nowhere"}, "nowhere: is neither a Hugging Face directory"),
+        ({"path": ""}, ".: is neither a Hugging Face directory"),
+    ],
+    ids=str,
+)
+def test_load_model_names_what_is_wrong(checkpoint: Path, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        load_model(**{"path": checkpoint} | wrong)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)

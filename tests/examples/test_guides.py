@@ -11,6 +11,7 @@ import torch
 from examples.gated_conv import GatedConv
 from examples.nope_gpt import FAMILY as NOPE_GPT
 from tests.support import REPOSITORY
+from titan_nemotron import commands
 from titan_nemotron.generation.cache import Cache
 from titan_nemotron.models.layers.init import initialize
 from titan_nemotron.models.nemotron3 import FAMILY as NEMOTRON3
@@ -75,3 +76,17 @@ def test_the_example_decodes_and_keeps_documents_apart(example: str) -> None:
         cache = Cache(model, 2, 17)
         pieces = [model(piece, cache=cache) for piece in tokens.split([5, 1, 1, 10], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), atol=2e-5, rtol=0)
+
+
+def test_mistakes_of_the_example_s_configuration_are_reported_with_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "job.toml"
+    lines = [f'base = "{REPOSITORY}/train_configs/example_family.toml"', "[training]", "steps = -1"]
+    config.write_text("\n".join([*lines, "[model.config]", "num_attention_heads = 7"]) + "\n")
+    assert commands.main(["config", str(config)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert f"{config}:3: training.steps = -1: expected" in errors[1]
+    heads = "model.config.hidden_size = 96: is not divisible by num_attention_heads = 7; change one of them"
+    assert errors[0] == f"error: {config}:5: {heads}"

@@ -145,28 +145,73 @@ def test_score_stays_inside_documents(model: torch.nn.Module) -> None:
     assert logprobs[0, 0] == 0 and logprobs[0, 6] == 0
 
 
-@pytest.mark.parametrize(
-    ("tokens", "ids", "message"),
-    [
-        (torch.tensor([[1, VOCABULARY]]), None, f"input_ids: {VOCABULARY} at row 0, position 1 is outside"),
-        (torch.tensor([1, 2]), None, "input_ids: expected shape"),
-        (torch.tensor([[1, 2]]), torch.tensor([[0]]), "document_ids: shape"),
-        (torch.tensor([[1, 2, 3]]), torch.tensor([[0, 1, 0]]), "document_ids: row 0 has a document in two pieces"),
-    ],
-)
-def test_mistakes_in_scored_input_are_named(
-    model: torch.nn.Module, tokens: torch.Tensor, ids: torch.Tensor | None, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        score(model, tokens, ids)
+WRONG = {
+    "outside": (torch.tensor([[1, VOCABULARY]]), None, f"input_ids: {VOCABULARY} at row 0, position 1 is outside"),
+    "negative": (torch.tensor([[1], [-1]]), None, "input_ids: -1 at row 1, position 0 is outside"),
+    "flat": (torch.tensor([1, 2]), None, "input_ids: expected shape"),
+    "deep": (torch.ones(1, 2, 3, dtype=torch.int64), None, "input_ids: expected shape"),
+    "a list": ([[1, 2]], None, "input_ids: expected a tensor of integers, got list"),
+    "floats": (torch.ones(1, 2), None, "input_ids: is torch.float32; expected integers"),
+    "booleans": (torch.ones(1, 2, dtype=torch.bool), None, "input_ids: is torch.bool; expected integers"),
+    "other shape": (torch.tensor([[1, 2]]), torch.tensor([[0]]), "document_ids: shape"),
+    "float ids": (torch.tensor([[1, 2]]), torch.zeros(1, 2), "document_ids: is torch.float32; expected integers"),
+    "two pieces": (torch.tensor([[1, 2, 3]]), torch.tensor([[0, 1, 0]]), "document_ids: row 0 has a document in two"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_mistakes_in_given_tokens_are_named(model: torch.nn.Module, wrong: str) -> None:
+    tokens, ids, message = WRONG[wrong]
+    for call in (model, lambda *given: score(model, *given)):
+        with pytest.raises(UserError) as raised:
+            call(tokens, ids)
+        assert str(raised.value).startswith(message)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)], ids=str)
+def test_no_tokens_have_no_logits(model: torch.nn.Module, shape: tuple[int, int]) -> None:
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    logits, logprobs = score(model, tokens)
+    assert logits.shape == (*shape, VOCABULARY) and logprobs.shape == shape
+    with torch.no_grad():
+        assert model(tokens, tokens).shape == logits.shape
+
+
+def test_whatever_stands_at_padding_does_not_matter(model: torch.nn.Module) -> None:
+    """Ids of any type and any negative number; a row of padding alone has finite logits and no log-probabilities."""
+    tokens, ids = random_tokens(2, 6), torch.tensor([[0, 0, 0, -1, -2, -1], [-1] * 6])
+    odd = torch.where(ids >= 0, tokens, torch.tensor([-100, 10**6]).repeat(3))
+    (logits, logprobs), (odd_logits, odd_logprobs) = score(model, tokens, ids), score(model, odd, ids.short())
+    torch.testing.assert_close(odd_logits[0, :3], logits[0, :3])
+    assert torch.equal(odd_logprobs, logprobs)
+    assert odd_logits.isfinite().all()
+    assert (logprobs[0, 2:] == 0).all() and (logprobs[1] == 0).all()
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, -1, 1.5, "a"], ids=repr)
+def test_a_prompt_s_tokens_belong_to_the_vocabulary(model: torch.nn.Module, token: object) -> None:
+    with pytest.raises(UserError, match=f"prompt 1: {token!r} is no token of the model's vocabulary of {VOCABULARY}"):
+        generate(model, [[1], [2, token]], Sampling())
+
+
+def test_no_prompts_and_no_new_tokens_are_no_mistake(model: torch.nn.Module) -> None:
+    assert generate(model, [], Sampling()) == []
+    assert [completion.tokens for completion in generate(model, [[1], [2]], Sampling(max_new_tokens=0))] == [[], []]
 
 
 def test_mistakes_in_sampling_are_named(model: torch.nn.Module) -> None:
     with pytest.raises(UserError, match="prompt 1: is empty"):
         generate(model, [[1], []], Sampling())
-    for wrong, message in (({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p")):
-        with pytest.raises(UserError, match=message):
-            Sampling(**wrong)
+    for key, values in {
+        "temperature": (-1.0, 1e-30, math.nan),
+        "top_p": (0.0, 1.1, math.nan),
+        "max_new_tokens": (-1,),
+        "seed": (2**64,),
+    }.items():
+        for value in values:
+            with pytest.raises(UserError, match=f"^{key}: {value} "):
+                Sampling(**{key: value})
 
 
 def test_layout_without_padding_says_so() -> None:

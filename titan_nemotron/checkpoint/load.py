@@ -25,6 +25,7 @@ from titan_nemotron.models.layers.basic import fp32_names
 from titan_nemotron.models.layers.init import LocalPart, initialize, tensors_by_name, unsharded
 
 LISTED = 10  # tensors that an error names before it only counts
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what a model may be loaded as
 PREFIX = "model."  # of the weights among a checkpoint's tensors
 
 
@@ -37,10 +38,17 @@ def load_model(
     the one it is stored in; a given dtype leaves those in fp32 that training keeps there (router, norms, A_log, D,
     dt_bias, head), unless it is wider. Raises UserError for whatever does not fit.
     """
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UserError("dtype: is no type of PyTorch; use float32, bfloat16, float64 or none at all")
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and wanted not in FLOATS:
+        raise UserError(
+            f"dtype = {dtype}: use float32, bfloat16, float16, float64, or none at all for the stored types"
+        )
+    dtype = wanted
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"device = {device}: cannot be used here ({reason}); use cpu or cuda") from None
     path = Path(path)
     if is_hub_directory(path):
         files = HubFiles(path)

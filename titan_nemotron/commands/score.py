@@ -1,5 +1,7 @@
 """`titan-nemotron score`: logits and log-probabilities of given tokens."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +37,9 @@ def run(arguments: list[str]) -> None:
 
     from titan_nemotron.generation.score import score
 
-    logits, logprobs = score(options.model(), input_ids, document_ids)
+    model = options.model()
+    with named(Path(options.input)):
+        logits, logprobs = score(model, input_ids, document_ids)
     save_file({"logits": logits, "logprobs": logprobs}, output)
 
 
@@ -43,6 +47,8 @@ def read_tokens(file: Path) -> "tuple[Tensor, Tensor | None]":
     """input_ids [B, L] and document_ids [B, L] or None. Raises UserError for what is not such a file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
+
+    from titan_nemotron.layout import check_rows
 
     if not file.is_file():
         raise UserError(f"--input {file}: no such file; give a safetensors file with input_ids")
@@ -54,7 +60,15 @@ def read_tokens(file: Path) -> "tuple[Tensor, Tensor | None]":
         raise UserError(f"--input {file}: not a safetensors file ({error})") from None
     if "input_ids" not in tensors:
         raise UserError(f"--input {file}: has no tensor input_ids; it holds {', '.join(tensors) or 'nothing'}")
-    for name in ("input_ids", "document_ids"):
-        if name in tensors and tensors[name].dtype.is_floating_point:
-            raise UserError(f"--input {file}: {name} is {tensors[name].dtype}; expected integers")
+    with named(file):
+        check_rows(tensors["input_ids"], tensors.get("document_ids"))
     return tensors["input_ids"], tensors.get("document_ids")
+
+
+@contextlib.contextmanager
+def named(file: Path) -> Iterator[None]:
+    """Whatever is wrong with the tokens is said of the file they come from."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"--input {file}: {error}") from None

@@ -33,13 +33,18 @@ def generate(
     """Continue every prompt by at most sampling.max_new_tokens, or to a stop id, or until stop(new tokens) is true.
 
     Prompts of different lengths run in one batch; each row's result is the same as alone. The prompt is read in one
-    pass, then one token a step through the caches. Raises UserError for an empty prompt.
+    pass, then one token a step through the caches. Raises UserError for an empty prompt and for a token outside the
+    vocabulary.
     """
     if not prompts:
         return []
+    vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
     for row, prompt in enumerate(prompts):
-        if not prompt:
+        if len(prompt) == 0:
             raise UserError(f"prompt {row}: is empty; give at least one token")
+        for token in prompt:
+            if not isinstance(token, int) or not 0 <= token < vocabulary:
+                raise UserError(f"prompt {row}: {token!r} is no token of the model's vocabulary of {vocabulary}")
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)

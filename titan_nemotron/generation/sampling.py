@@ -23,12 +23,14 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError(f"temperature: {self.temperature} is negative; use 0 for greedy")
+        if self.temperature != 0 and not self.temperature >= 1e-6:
+            raise UserError(f"temperature: {self.temperature} is below 1e-6; use 0 for greedy")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p: {self.top_p} is not in (0, 1]")
         if self.max_new_tokens < 0:
             raise UserError(f"max_new_tokens: {self.max_new_tokens} is negative")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed: {self.seed} does not fit 64 bits")
 
 
 def sample(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> tuple[Tensor, Tensor]:

@@ -6,34 +6,19 @@ Shapes: B rows, L positions, V vocabulary.
 import torch
 from torch import Tensor, nn
 
-from titan_nemotron.errors import UserError
-from titan_nemotron.layout import IGNORED, Batch
+from titan_nemotron.layout import IGNORED, Batch, rows_of_tokens
 
 
 @torch.no_grad()
 def score(model: nn.Module, input_ids_BL: Tensor, document_ids_BL: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Logits fp32 [B, L, V], and log p of the next token inside the document, fp32 [B, L], 0 where there is none.
 
-    Rows run one at a time, so that memory beyond the result is that of one row. Raises UserError for ids outside the
-    vocabulary or shapes that do not match.
+    Rows run one at a time, so that memory beyond the result is that of one row. Raises UserError for a wrong
+    shape or type, for ids outside the vocabulary and for a document in two pieces.
     """
-    if input_ids_BL.dim() != 2:
-        raise UserError(f"input_ids: expected shape [rows, length], got {list(input_ids_BL.shape)}")
-    if document_ids_BL is None:
-        document_ids_BL = torch.zeros_like(input_ids_BL)
-    if document_ids_BL.shape != input_ids_BL.shape:
-        raise UserError(
-            f"document_ids: shape {list(document_ids_BL.shape)} differs from input_ids {list(input_ids_BL.shape)}"
-        )
     vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
-    bad = (document_ids_BL >= 0) & ((input_ids_BL < 0) | (input_ids_BL >= vocabulary))
-    if bad.any():
-        row, position = bad.nonzero()[0].tolist()
-        token = int(input_ids_BL[row, position])
-        raise UserError(
-            f"input_ids: {token} at row {row}, position {position} is outside the vocabulary of {vocabulary}"
-        )
-    tokens_BL = torch.where(document_ids_BL >= 0, input_ids_BL, 0).long()
+    tokens_BL, layout = rows_of_tokens(input_ids_BL, document_ids_BL, vocabulary)
+    tokens_BL, document_ids_BL = tokens_BL.cpu(), layout.document_ids.cpu()
     num_rows, length = tokens_BL.shape
     device = next(model.parameters()).device
     logits_BLV = torch.empty(num_rows, length, vocabulary)

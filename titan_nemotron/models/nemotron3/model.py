@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_nemotron.errors import UserError
-from titan_nemotron.layout import Batch, DocumentLayout
+from titan_nemotron.layout import Batch, DocumentLayout, rows_of_tokens
 from titan_nemotron.models.family import Losses
 from titan_nemotron.models.layers.attention import Attention
 from titan_nemotron.models.layers.basic import Embedding, RMSNorm
@@ -107,14 +107,11 @@ class Nemotron3(nn.Module):
     ) -> Tensor:
         """Logits [B, L, V] in at least fp32; document_ids as in DocumentLayout, one document a row without them.
 
-        With a cache the tokens continue what it holds; padding (-1) may then only stand at a row's end.
+        With a cache the tokens continue what it holds; padding (-1) may then only stand at a row's end. Raises UserError
+        for a wrong shape or type, for ids outside the vocabulary and for a document in two pieces.
         """
-        if document_ids_BL is None:
-            num_rows, length = input_ids_BL.shape
-            layout = DocumentLayout.single(num_rows, length, input_ids_BL.device)
-        else:
-            layout = DocumentLayout.from_document_ids(document_ids_BL)
-        h, _ = self.hidden(input_ids_BL, layout, cache=cache)
+        tokens_BL, layout = rows_of_tokens(input_ids_BL, document_ids_BL, self.config.vocab_size)
+        h, _ = self.hidden(tokens_BL, layout, cache=cache)
         return self.lm_head.logits(h)
 
     def hidden(

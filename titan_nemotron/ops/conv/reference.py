@@ -16,7 +16,9 @@ def masked_sum(
     initial_state_BCK: Tensor | None,
 ) -> Tensor:
     """See causal_conv1d."""
-    taps = weight_CK.shape[1]
+    taps, length = weight_CK.shape[1], x_BLC.shape[1]
+    if length == 0:
+        return x_BLC.clone()
     dtype = torch.promote_types(x_BLC.dtype, torch.float32)
     x, weight = x_BLC.to(dtype), weight_CK.to(dtype)
     if initial_state_BCK is None:
@@ -26,7 +28,6 @@ def masked_sum(
     first = document_ids_BL[:, :1].expand(-1, taps - 1)
     x = torch.cat([history, x], dim=1)
     ids = torch.cat([first, document_ids_BL], dim=1)
-    length = x_BLC.shape[1]
     y = torch.zeros_like(x_BLC, dtype=dtype)
     for tap in range(taps):
         same = ids[:, tap : tap + length] == document_ids_BL
