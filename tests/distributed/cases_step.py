@@ -54,7 +54,7 @@ def splits(context: Context) -> list[int]:
 def gradients(model: nn.Module, batches: list[Batch], settings: StepSettings = SETTINGS) -> tuple[Tensor, dict, dict]:
     """The global loss, the global gradient and the global counts of a batch; leaves no gradient behind."""
     totals = global_totals(batches)
-    sums = reduce_sums(forward_backward(model, batches, totals, settings)[0])
+    sums = reduce_sums(forward_backward(model, batches, totals, settings))
     loss = sums.main / totals.targets + settings.auxiliary_loss_coefficient * sums.auxiliary / totals.rows
     loss = loss + settings.mtp_loss_scale * (sums.mtp_D / totals.mtp_targets_D).mean()
     found = whole_gradients(model)
@@ -338,8 +338,7 @@ def loss_is_a_sum_over_microbatches(context: Context) -> None:
     model = sharded(context.mesh)
     batches = microbatches(0, context.rank, context.world_size, 1)
     totals = global_totals(batches)
-    with torch.no_grad():
-        total = torch.stack([total_loss(model.loss(batch), totals, SETTINGS) for batch in batches]).sum()
+    total = torch.stack([total_loss(model.loss(batch), totals, SETTINGS).detach() for batch in batches]).sum()
     torch.distributed.all_reduce(total)
     loss, _, _ = gradients(model, batches)
     assert abs(total / loss - 1) <= 1e-6

@@ -19,7 +19,6 @@ class KVCache:
 
     def __init__(self, num_rows: int, capacity: int) -> None:
         self.capacity = capacity
-        self.num_rows = num_rows
         self.longest = 0  # an upper bound of lengths, known without asking the device
         self.lengths = torch.zeros(num_rows, dtype=torch.int64)
         self.even = True  # whether all rows certainly have the same length

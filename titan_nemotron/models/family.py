@@ -22,7 +22,8 @@ class Losses(NamedTuple):
 
     main        scalar, sum of -log p over the valid labels
     mtp         [D], the same for each multi-token depth
-    auxiliary   scalar, sum over rows and routed layers of the sequence auxiliary loss, without its coefficient
+    auxiliary   scalar, sum over rows and routed layers of the sequence auxiliary loss, without its coefficient; without
+                gradients it is not computed, and 0
     stats       statistics by call ("layers.3", "mtp.1.layers.1"); shared multi-token blocks are called once a depth
     logprobs    [B, L] of the main labels, without gradient
     """

@@ -37,7 +37,7 @@ class Metrics:
         self._file = open_truncated(directory / "metrics.jsonl", resumed)
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed + 1)
         self._console = Console(steps, resumed)
-        self._started = self._last_time = time.perf_counter()
+        self._last_time = time.perf_counter()
         self._last_step, self._tokens, self._wait = resumed, 0, 0.0
         self._total_tokens, self._seconds = 0, 0.0
 

@@ -5,7 +5,7 @@ Shapes: D multi-token depths, E experts, B rows, L positions, K experts a token.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -59,7 +59,6 @@ class StepResult:
     targets           valid targets of the main loss
     counts            tokens sent to each expert [E] by routed call, fp64 on the device
     skipped           a loss or the gradient was not finite: nothing moved
-    routing           the experts chosen on this rank, by microbatch, when asked for
     """
 
     loss: float
@@ -70,7 +69,6 @@ class StepResult:
     targets: int
     counts: dict[str, Tensor]
     skipped: bool
-    routing: list[Routing] = field(default_factory=list)
 
 
 class Sums(NamedTuple):
@@ -132,22 +130,20 @@ def forward_backward(
     totals: Totals,
     settings: StepSettings,
     replay: Sequence[Routing] | None = None,
-) -> tuple[Sums, list[Routing]]:
+) -> Sums:
     """Accumulate the gradient of the global loss over this rank's microbatches, in fp32.
 
     Gradients are reduced in the last backward alone, unless settings.sync_every_microbatch: until then a rank holds whole
     gradients instead of shards (4 bytes a parameter), which saves a reduction a microbatch.
     """
     sums: Sums | None = None
-    routing = []
     for index, batch in enumerate(batches):
         model.set_requires_gradient_sync(settings.sync_every_microbatch or index == len(batches) - 1)
         losses: Losses = model.loss(batch, None if replay is None else replay[index])
         total_loss(losses, totals, settings).backward()
         sums = loss_sums(losses) if sums is None else add(sums, loss_sums(losses))
-        routing.append({call: stats["indices_BLK"] for call, stats in losses.stats.items() if "indices_BLK" in stats})
     assert sums is not None
-    return sums, routing
+    return sums
 
 
 def train_step(
@@ -158,7 +154,6 @@ def train_step(
     settings: StepSettings,
     *,
     replay: Sequence[Routing] | None = None,
-    record_routing: bool = False,
 ) -> StepResult:
     """Move the weights by the gradient of the global batch; `batches` are this rank's microbatches, on its device.
 
@@ -166,8 +161,7 @@ def train_step(
     the step: no weight, optimizer state or router bias moves. The host waits for the device once.
     """
     totals = global_totals(batches)
-    local, routing = forward_backward(model, batches, totals, settings, replay)
-    sums = reduce_sums(local)
+    sums = reduce_sums(forward_backward(model, batches, totals, settings, replay))
     norm = clip_gradients(model.parameters(), settings.max_gradient_norm)
 
     main = sums.main / totals.targets.clamp(min=1)
@@ -192,5 +186,4 @@ def train_step(
         targets=int(targets),
         counts=sums.counts,
         skipped=not finite,
-        routing=routing if record_routing else [],
     )
