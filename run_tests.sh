@@ -31,7 +31,7 @@ check() {
 
 check ruff check .
 check ruff format --check .
-check shellcheck -x run_train.sh run_tests.sh tools/setup_venv.sh tools/slurm.sh .ci/run
+check shellcheck -x run_train.sh run_tests.sh tools/setup_venv.sh run_slurm.sh .ci/run
 check mypy
 check lint-imports
 printf '\n== before pytest\n%s' "$summary"

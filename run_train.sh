@@ -2,7 +2,7 @@
 # Trains one job: ./run_train.sh [--table.key value ...]
 #   CONFIG_FILE   the job's TOML file              (default: train_configs/nemotron3_debug.toml)
 #   NGPU          processes on this machine        (default: the visible GPUs, else 1)
-# For PYTHON, GPU_EXTRAS and pip's settings see tools/setup_venv.sh; for several machines tools/slurm.sh.
+# For PYTHON, GPU_EXTRAS and pip's settings see tools/setup_venv.sh; for several machines run_slurm.sh.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import REPOSITORY
 
-SCRIPTS = ["run_train.sh", "run_tests.sh", "tools/setup_venv.sh", "tools/slurm.sh", ".ci/run"]
+SCRIPTS = ["run_train.sh", "run_tests.sh", "tools/setup_venv.sh", "run_slurm.sh", ".ci/run"]
 
 # Plays python3, the environment's python and pip. It writes one line to $CALLS for each package installation.
 PYTHON = r"""#!/usr/bin/env bash

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One job on several machines:  sbatch --nodes 4 tools/slurm.sh train_configs/JOB.toml [--table.key value ...]
+# One job on several machines:  sbatch --nodes 4 run_slurm.sh train_configs/JOB.toml [--table.key value ...]
 # Submit it from the repository's folder, which all machines must see under the same path (or sync first), after one
 # ./run_train.sh there has created .venv. Change or override the #SBATCH lines to what your cluster is.
 #SBATCH --job-name=titan_nemotron
@@ -15,7 +15,7 @@
 set -euo pipefail
 
 if (($# == 0)); then
-    echo "Usage: sbatch --nodes N tools/slurm.sh CONFIG.toml [--table.key value ...]" >&2
+    echo "Usage: sbatch --nodes N run_slurm.sh CONFIG.toml [--table.key value ...]" >&2
     exit 2
 fi
 processes="${SLURM_GPUS_ON_NODE:-1}"
