@@ -210,7 +210,8 @@ def test_dry_run_looks_into_initial_weights(finished: Path, launcher: Launcher, 
     assert f"initial weights: {finished / 'hf'}, where " in text
     assert "tensors fit\n" in text
     waived = ("--model.config.head_dim", "8", "--checkpoint.init_missing", "*.[qkv]_proj.*", "*.o_proj.*")
-    text = launcher.run(*flags, str(checkpoint), *waived).text
+    text = launcher.run(*flags, str(finished), *waived).text  # a run means its newest checkpoint
+    assert f"initial weights: {checkpoint}, where " in text
     assert "tensors fit; init_missing stands for 8\n" in text
 
     mistakes: dict[tuple[str, ...], list[str]] = {

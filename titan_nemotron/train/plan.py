@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from titan_nemotron.checkpoint.load import check_weights
+from titan_nemotron.checkpoint.hub_files import is_hub_directory
+from titan_nemotron.checkpoint.load import check_weights, checkpoint_directory
 from titan_nemotron.models.family import Family
 from titan_nemotron.ops import kernels
 from titan_nemotron.optim import adamw
@@ -45,6 +46,8 @@ def describe_initial_weights(job: Job, family: Family, model: nn.Module) -> list
     if job.checkpoint.load is None:
         return []
     path = initial_weights(job)
+    if not is_hub_directory(path):
+        path = checkpoint_directory(path)
     read, waived = check_weights(model, family, job.model.resolved(), path, init_missing=job.checkpoint.init_missing)
     others = f"; init_missing stands for {waived:,}" if waived else ""
     return [f"initial weights: {path}, where {read:,} tensors fit{others}"]
