@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.support import make_documents, relative
+from tests.ops.support import make_documents, of_largest, relative
 from titan_nemotron.ops.ssd import chunked, ssd_scan, ssd_step
 from titan_nemotron.ops.ssd.chunked import chunked_scan
 from titan_nemotron.ops.ssd.reference import sequential_scan
@@ -67,6 +67,17 @@ def test_chunked_equals_the_definition(seed, num_rows, length, groups, repeat, b
         actual = run(chunked_scan, inputs, ids, torch.float32, limit)
     for name, a, e in zip(("y", "final_state", *NAMES), actual, expected, strict=True):
         assert relative(a, e) < 1e-5, name
+
+
+@pytest.mark.parametrize(("scale_dt", "scale_A"), [(1e3, 1), (1e8, 1), (1e12, 1), (1, 1e-8), (1, 1e9), (1, 1e20)])
+def test_huge_time_steps_and_decays(scale_dt, scale_A):
+    """Sums of decays far beyond what fp32 resolves, forward and backward."""
+    inputs = make_inputs(5, 2, 70)
+    inputs[1], inputs[2] = (inputs[1] * scale_dt).float().double(), (inputs[2] * scale_A).float().double()
+    ids = make_documents(5, 2, 70, 0.05, 0.1)
+    expected = run(sequential_scan, inputs, ids, torch.float64)
+    for name, a, e in zip(("y", "final_state", *NAMES), run(chunked_scan, inputs, ids, torch.float32), expected):
+        assert of_largest(a, e) < 1e-5, name
 
 
 def test_step_continues_the_scan():

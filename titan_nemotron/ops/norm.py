@@ -15,7 +15,7 @@ from titan_nemotron.ops.kernels import chosen
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = w * x / sqrt(mean(x^2) + eps) over the last dim, computed in at least fp32 and cast to x's dtype at the end.
 
-    x [..., C], weight [C]; returns [..., C] in x's dtype. Source: Zhang and Sennrich, "Root mean square layer
+    x [..., C], weight [C]; returns [..., C] in x's dtype. In fp32, |x| up to 1e18: beyond, squares overflow. Source: Zhang and Sennrich, "Root mean square layer
     normalization", 2019.
     """
     if chosen("norm", x) == "fused" and torch.is_grad_enabled():
@@ -51,7 +51,8 @@ def _normalised_backward(grad_TGC: Tensor, u_TGC: Tensor, r_TG1: Tensor, weight_
     dweight = torch.bmm(r_TG1.permute(1, 2, 0), product.transpose(0, 1)).squeeze(1)
     mean = torch.linalg.vecdot(product, weight_GC).div_(u_TGC.shape[-1]).unsqueeze(-1)
     du = torch.mul(grad_TGC, weight_GC, out=product).mul_(r_TG1)
-    return du.addcmul_(u_TGC, r_TG1.pow(3).mul_(mean), value=-1), dweight
+    # r^3 alone would underflow where u is 1e15
+    return du.addcmul_(u_TGC, mean.mul_(r_TG1).mul_(r_TG1).mul_(r_TG1), value=-1), dweight
 
 
 class _RMSNorm(torch.autograd.Function):

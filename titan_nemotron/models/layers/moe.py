@@ -84,7 +84,7 @@ class Router(nn.Module):
                     "auxiliary_counts_BE": count(scores.topk(self.topk, dim=-1).indices),
                     "lengths_B1": mask.sum(1),
                 }
-            stats["score_sums_BE"] = (scores / scores.sum(-1, keepdim=True) * mask).sum(1)
+            stats["score_sums_BE"] = (scores / (scores.sum(-1, keepdim=True) + 1e-20) * mask).sum(1)
         return indices, weights * self.scaling, stats
 
 

@@ -69,7 +69,9 @@ class Decays:
         segment, valid = segments_BL.unflatten(1, (-1, chunk)), valid_BL[..., None]
         before = torch.cat([torch.zeros_like(segment[:, :1, -1]), segment[:, :-1, -1]], dim=1)
         sees = (segment[..., :, None] == segment[..., None, :]).tril_()
-        s64 = sees.double() @ (d_BLH.double() * A_H.double()).unflatten(1, (-1, chunk))
+        # exp(-200) is 0 in fp32 already; without the bound, what rounding drops from a huge sum has no exponential.
+        a_BLH = (d_BLH.double() * A_H.double()).clamp_min_(-200)
+        s64 = sees.double() @ a_BLH.unflatten(1, (-1, chunk))
         s = s64.float()
         from_start = s.exp().mul_((segment == before[..., None])[..., None])
         to_end = (s64[:, :, -1:] - s64).float().clamp_max_(0).exp_().mul_((segment == segment[..., -1:])[..., None])
