@@ -1,6 +1,7 @@
 """The whole model: precision, statistics, replay of the routing, and what it refuses."""
 
 import copy
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,6 +12,15 @@ from tests.models.support import batch_of, random_tokens, row_of, small_model
 from titan_nemotron.errors import UserError
 from titan_nemotron.models.family import Losses, load_family
 from titan_nemotron.models.layers.moe import Router
+from titan_nemotron.ops import kernels
+from titan_nemotron.ops.config import KernelsConfig
+
+
+@pytest.fixture
+def references() -> Iterator[Callable[[], None]]:
+    """Forces the reference path of every op when called."""
+    yield lambda: kernels.configure(KernelsConfig(**dict.fromkeys(KernelsConfig.model_fields, "reference")))
+    kernels.configure(KernelsConfig())
 
 
 def total(losses: Losses) -> Tensor:
@@ -20,7 +30,9 @@ def total(losses: Losses) -> Tensor:
 def gradients(model: nn.Module, losses: Losses) -> dict[str, Tensor]:
     model.zero_grad()
     total(losses).backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    unused = torch.zeros(())
+    grads = ((name, parameter, parameter.grad) for name, parameter in model.named_parameters())
+    return {name: unused.expand_as(parameter) if grad is None else grad.clone() for name, parameter, grad in grads}
 
 
 def routing(losses: Losses) -> dict[str, Tensor]:
@@ -52,6 +64,38 @@ def test_fp64_agrees_with_fp32() -> None:
     with torch.no_grad():
         logits = narrow(batch.tokens, batch.layout.document_ids).double()
         torch.testing.assert_close(logits, wide(batch.tokens, batch.layout.document_ids), atol=1e-4, rtol=0)
+
+
+# Rows of one batch, of one length; a negative length is padding.
+ODD: dict[str, list[list[int]]] = {
+    "one token": [[1]],
+    "three rows of one token, one of padding": [[1], [-1], [1]],
+    "every token its own document": [[1] * 13],
+    "documents shorter than the depths": [[1, 2, 3, 1, 1], [2, 1, -1, 2, 2], [-3, 2, -1, 1, 1]],
+    "padding alone": [[-9], [-9]],
+    "padding around": [[-3, 5, -2, 1, -4], [15], [1, 14]],
+    "one beyond a chunk": [[65], [64, 1], [1, 64]],
+    "no rows": [],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_fast_paths_agree_with_the_references_on_odd_rows(name: str, references: Callable[[], None]) -> None:
+    """Losses and every gradient, in fp32, the routing held; a gradient is compared at the size of its largest elements."""
+    rows = [row_of(*row) for row in ODD[name]]
+    ids = torch.cat(rows) if rows else torch.zeros(0, 7, dtype=torch.int64)
+    model = small_model()
+    batch = batch_of(model, random_tokens(*ids.shape), ids)
+    found = model.loss(batch)
+    fast = gradients(model, found)
+    references()
+    expected = model.loss(batch, routing(found))
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    for parameter, gradient in gradients(model, expected).items():
+        largest = float(gradient.abs().max().clamp(min=1e-3))
+        torch.testing.assert_close(fast[parameter], gradient, rtol=0, atol=1e-4 * largest, msg=parameter)
 
 
 def test_log_probabilities_of_the_loss_are_those_of_the_logits() -> None:
@@ -146,6 +190,19 @@ def test_groups_with_negative_biased_scores(offset: float) -> None:
         assert set(indices[0, position].tolist()) == set(best)
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 50))
     assert int(stats["counts_BE"].sum()) == 150
+
+
+def test_scores_that_are_equal_or_underflow() -> None:
+    """Any K distinct experts; weights, auxiliary sums and gradients stay finite where all scores are 0."""
+    built = router(num_experts=8, topk=3, n_group=2, topk_group=1)
+    logits = torch.stack([torch.zeros(8), torch.full((8,), -200.0), torch.full((8,), 1e30)])[None].requires_grad_()
+    indices, weights, stats = built(logits, torch.ones(1, 3, dtype=torch.bool))
+    assert all(len(set(chosen)) == 3 for chosen in indices[0].tolist())
+    assert torch.equal(weights[0, 1], torch.zeros(3))
+    torch.testing.assert_close(weights[0, ::2], torch.full((2, 3), 1 / 3))
+    torch.testing.assert_close(stats["score_sums_BE"], torch.full((1, 8), 2 / 8))
+    (grad,) = torch.autograd.grad(weights.square().sum() + stats["score_sums_BE"].square().sum(), logits)
+    assert grad.isfinite().all()
 
 
 def test_bias_steers_selection_but_not_weights_and_has_no_gradient() -> None:

@@ -15,8 +15,8 @@ from titan_nemotron.ops.kernels import chosen
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = w * x / sqrt(mean(x^2) + eps) over the last dim, computed in at least fp32 and cast to x's dtype at the end.
 
-    x [..., C], weight [C]; returns [..., C] in x's dtype. In fp32, |x| up to 1e18: beyond, squares overflow. Source: Zhang and Sennrich, "Root mean square layer
-    normalization", 2019.
+    x [..., C], weight [C]; returns [..., C] in x's dtype. |x| stays below 1e18: the squares of more overflow in fp32.
+    Source: Zhang and Sennrich, "Root mean square layer normalization", 2019.
     """
     if chosen("norm", x) == "fused" and torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
