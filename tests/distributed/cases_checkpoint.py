@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.data.support import config, texts, tokenizer, write_jsonl
 from tests.distributed.harness import Context, case
@@ -17,7 +16,7 @@ from titan_nemotron.data.config import DataConfig
 from titan_nemotron.data.loader import Loader, build_loader, merge_states
 from titan_nemotron.optim.adamw import build_optimizer
 from titan_nemotron.optim.config import OptimizerConfig
-from titan_nemotron.parallel.mesh import SHARD
+from titan_nemotron.parallel.mesh import Mesh
 from titan_nemotron.parallel.sharded import local_part
 
 NUMBERS = (1, 2, 4)
@@ -29,7 +28,7 @@ class Group:
 
     def __init__(self, context: Context, size: int) -> None:
         self.rank, self.size = context.rank, size
-        self.mesh = DeviceMesh("cpu", list(range(size)), mesh_dim_names=(SHARD,))
+        self.mesh = Mesh.of("cpu", range(size))
         self.group = dist.new_group(list(range(size)), backend="gloo")
 
     def gather(self, value: Any) -> list[Any]:

@@ -34,11 +34,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan_nemotron.ops.ssd import chunked
 from titan_nemotron.parallel.config import ParallelConfig
-from titan_nemotron.parallel.mesh import build_mesh, start_process_group
+from titan_nemotron.parallel.mesh import Mesh, build_mesh, start_process_group
 
 HERE = Path(__file__).resolve().parent
 CASE_SECONDS = 100.0
@@ -50,7 +49,7 @@ class Context:
 
     rank: int
     world_size: int
-    mesh: DeviceMesh
+    mesh: Mesh
     directory: Path
 
 

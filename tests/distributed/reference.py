@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_nemotron.layout import Batch
@@ -20,6 +19,7 @@ from titan_nemotron.models.nemotron3.model import Nemotron3
 from titan_nemotron.optim.adamw import freeze
 from titan_nemotron.parallel.apply import apply
 from titan_nemotron.parallel.config import CompileConfig, ParallelConfig, RecomputeConfig
+from titan_nemotron.parallel.mesh import Mesh
 from titan_nemotron.train.step import StepSettings
 
 SEED = 7
@@ -71,7 +71,7 @@ def microbatches(step: int, rank: int, world_size: int, size: int) -> list[Batch
 
 
 def sharded(
-    mesh: DeviceMesh,
+    mesh: Mesh,
     *,
     recompute: str = "none",
     dtype: torch.dtype = torch.float32,

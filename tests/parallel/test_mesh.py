@@ -23,14 +23,18 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_one_process_without_a_launcher(alone: None) -> None:
     mesh = build_mesh(ParallelConfig(), CPU)
-    assert mesh.mesh_dim_names == ("shard",)
+    assert mesh.axes == {"replicate": 1, "shard": 1}
     assert data_coordinates(mesh) == (0, 1)
-    assert build_mesh(ParallelConfig(shard=1), CPU).size() == 1
+    assert build_mesh(ParallelConfig(shard=1), CPU).dense.size() == 1
 
 
 def test_a_degree_that_the_ranks_cannot_form(alone: None) -> None:
-    with pytest.raises(UserError, match=r"parallel\.shard: 3, but 1 processes run; set it to -1 or 1"):
+    with pytest.raises(UserError, match=r"parallel\.shard = 3: 1 processes run and replicate is 1; possible: -1 or 1"):
         build_mesh(ParallelConfig(shard=3), CPU)
+    with pytest.raises(UserError, match=r"parallel\.replicate = 2: does not divide the 1 processes; possible: 1$"):
+        build_mesh(ParallelConfig(replicate=2), CPU)
+    with pytest.raises(UserError, match=r"parallel\.expert = 2: does not divide the 1 ranks that share a copy"):
+        build_mesh(ParallelConfig(expert=2), CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda sees a GPU")

@@ -193,7 +193,15 @@ def test_starts_from_trained_weights(finished: Path, launcher: Launcher) -> None
 def test_dry_run(launcher: Launcher) -> None:
     text = launcher.run("--job.name", "dry", "--dry-run", "--model.flavor", "debug").text
     assert not launcher.of("dry").exists()
-    for part in ("parameters", "active", "mesh: shard 1", "tokens a step", "FLOPs a token", "no decay", "kernels: "):
+    for part in (
+        "parameters",
+        "active",
+        "mesh: replicate 1, shard 1",
+        "tokens a step",
+        "FLOPs a token",
+        "no decay",
+        "kernels: ",
+    ):
         assert part in text
 
 

@@ -1,7 +1,7 @@
 """The one function that makes a model parallel.
 
-Order: build on the meta device (the caller) -> recompute -> compile -> shard -> materialise -> initialise or load.
-Precision, experts and context parallelism will come before recompute, in this order: they swap submodules.
+Order: build on the meta device (the caller) -> experts -> recompute -> compile -> shard -> materialise -> initialise or
+load. Precision will come before experts, and context parallelism behind them: they swap submodules too.
 """
 
 import functools
@@ -10,23 +10,26 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from titan_nemotron.errors import UserError
 from titan_nemotron.models.family import Losses, Model
 from titan_nemotron.models.layers.basic import Embedding
 from titan_nemotron.models.layers.head import Head
 from titan_nemotron.models.layers.init import initialize
+from titan_nemotron.models.layers.moe import Experts
 from titan_nemotron.models.layers.mtp import MTPBlock
 from titan_nemotron.parallel.config import CompileConfig, ParallelConfig, RecomputeConfig
+from titan_nemotron.parallel.expert import shard_dim, spread_experts
+from titan_nemotron.parallel.mesh import EXPERT, EXPERT_SHARD, Mesh
 from titan_nemotron.parallel.recompute import apply_recompute
 from titan_nemotron.parallel.sharded import local_part
 
 
 def apply(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     *,
     parallel: ParallelConfig,
     recompute: RecomputeConfig,
@@ -40,6 +43,10 @@ def apply(
     compute with fp32 weights. seed None leaves the weights empty: the caller loads every one of them.
     """
     blocks = [block for _, block in cast(Model, model).blocks()]
+    if mesh.experts is not None:
+        if compile.enable:
+            raise UserError("compile.enable: blocks whose experts are spread over ranks do not compile; turn it off")
+        spread_experts(model, mesh.experts[EXPERT])
     for block in blocks:
         apply_recompute(block, recompute.mode)
     if compile.enable:
@@ -62,16 +69,18 @@ def compile_blocks(blocks: list[nn.Module]) -> None:
         block.forward = torch.compile(block.forward, fullgraph=True)  # type: ignore[method-assign]
 
 
-def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, reshard: bool, dtype: torch.dtype) -> None:
+def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, reshard: bool, dtype: torch.dtype) -> None:
     """Shard every parameter along dim 0, in groups that are gathered and reduced together.
 
     - each block, each multi-token projection, the embedding: gathered in `dtype` around their forward and backward;
     - the head, used 1 + D times in a forward: gathered once, in fp32, so its gradient sums and reduces in fp32;
+    - of a block, the experts that are spread over ranks: on their own mesh, cut between experts where those divide;
     - everything else, which is the small modules that stay fp32 (norms, routers, decays): one group of the whole model,
       gathered in fp32 once a step. One group a block would double the number of collectives for a thousandth of the
       bytes, and its hooks would run inside what is recomputed or compiled.
     """
     units = [m for m in model.modules() if m in set(blocks) or isinstance(m, Embedding | Head | MTPBlock)]
+    placements = expert_placements(model, mesh)
     inside = {parameter for unit in units for parameter in unit.parameters()}
     small = {
         parameter
@@ -84,15 +93,17 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, reshard: 
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     # The root comes first, because it owns parameters inside units, and a sharded module hides what is inside it.
-    fully_shard(model, mesh=mesh, mp_policy=precision(torch.float32), ignored_params=inside - small)
+    fully_shard(model, mesh=mesh.sharding(), mp_policy=precision(torch.float32), ignored_params=inside - small)
     for unit in reversed(units):  # children before parents
         stays_fp32 = getattr(unit, "stays_fp32", False)
         fully_shard(
             unit,
-            mesh=mesh,
+            mesh=mesh.sharding(),
             reshard_after_forward=reshard and not isinstance(unit, Head),
             mp_policy=precision(torch.float32 if stays_fp32 else dtype),
-            ignored_params={parameter for parameter in unit.parameters() if isinstance(parameter, DTensor)},
+            shard_placement_fn=placements.get if placements else None,
+            # Those of the units inside.
+            ignored_params={p for p in unit.parameters() if isinstance(p, DTensor) and p not in placements},
         )
         sharded = cast(FSDPModule, unit)
         if isinstance(unit, Embedding):
@@ -108,6 +119,26 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, reshard: 
             # Losses are divided by global counts, so gradients are plain sums; gloo has no other reduction.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def expert_placements(model: nn.Module, mesh: Mesh) -> dict[nn.Parameter, Any]:
+    """Where sharding puts the parameters of experts that are spread over ranks; it asks for each parameter of a block."""
+    if mesh.experts is None:
+        return {}
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    except ImportError:
+        raise UserError(f"parallel.expert: needs PyTorch 2.13, and this is {torch.__version__}; set it to 1") from None
+    axes = mesh.sharding(experts=True)
+    one_copy = axes.ndim == 1
+    info = FSDPMeshInfo(axes, shard_mesh_dim=0) if one_copy else HSDPMeshInfo(axes, 1, replicate_mesh_dim=0)
+    degree = mesh.experts[EXPERT_SHARD].size()
+    return {
+        parameter: ShardPlacementResult(Shard(shard_dim(module, degree)), info)
+        for module in model.modules()
+        if isinstance(module, Experts)
+        for parameter in module.parameters()
+    }
 
 
 def free_without_gradient(model: nn.Module, kept: list[nn.Module]) -> None:
@@ -133,7 +164,7 @@ def free_without_gradient(model: nn.Module, kept: list[nn.Module]) -> None:
     model.register_forward_hook(lambda *_: free())
 
 
-def materialise(model: nn.Module, mesh: DeviceMesh) -> None:
+def materialise(model: nn.Module, mesh: Mesh) -> None:
     """Give the meta tensors memory on this rank's device, without values."""
     if mesh.device_type == "cpu":
         model.to_empty(device="cpu")

@@ -24,7 +24,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
         gradient = parameter.grad
         if gradient is not None:
             assert isinstance(gradient, DTensor)
-            axes = tuple(axis for axis, placement in enumerate(gradient.placements) if placement.is_shard())
+            axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
             by_axes[gradient.device_mesh, axes].append(gradient.to_local())
             local.append(gradient.to_local())
     total = torch.zeros((), dtype=torch.float64, device=local[0].device)

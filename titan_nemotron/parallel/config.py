@@ -10,8 +10,13 @@ from titan_nemotron.config import Table
 class ParallelConfig(Table):
     """How the ranks of a run share its work."""
 
+    replicate: Annotated[int, Field(gt=0)] = 1
+    """Copies of the weights: each is sharded over its own ranks, and only gradients travel between them."""
     shard: Annotated[int, Field(ge=-1)] = -1
-    """Ranks that share one copy of the weights, gradients and optimizer state; -1 is all ranks."""
+    """Ranks that share one copy of the weights, gradients and optimizer state; -1 is all that replicate leaves."""
+    expert: Annotated[int, Field(gt=0)] = 1
+    """Ranks, of those that share a copy, over which the experts of each layer are spread: tokens travel to them instead of
+    weights. Divides the ranks of a copy and the number of experts."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """A collective operation that takes longer than this ends the run."""
     reshard_after_forward: bool = True

@@ -1,20 +1,59 @@
-"""The process group, and the mesh of ranks that parallelism is described on.
+"""The process group, and the meshes of ranks that parallelism is described on.
 
-Axes, outermost first: replicate, shard, context; expert divides shard x context again for the routed experts alone.
-Today the mesh has the one axis that every run needs: shard.
+Axes, outermost first: replicate, shard. The routed experts see the ranks of the shard axis as expert_shard x expert.
 """
 
 import datetime
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_nemotron.errors import UserError
 from titan_nemotron.parallel.config import ParallelConfig
 
-SHARD = "shard"
+REPLICATE, SHARD, EXPERT_SHARD, EXPERT = "replicate", "shard", "expert_shard", "expert"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The same ranks, as two kinds of parameters see them.
+
+    dense    (replicate, shard): parameters that every token meets
+    experts  (replicate, expert_shard, expert): the routed experts; None where no axis spreads them
+    """
+
+    dense: DeviceMesh
+    experts: DeviceMesh | None
+
+    @classmethod
+    def of(cls, device_type: str, ranks: Sequence[int], *, replicate: int = 1, expert: int = 1) -> "Mesh":
+        """All ranks of the process group have to call this, with degrees that divide."""
+        whole = torch.tensor(ranks)
+        dense = DeviceMesh(device_type, whole.view(replicate, -1), mesh_dim_names=(REPLICATE, SHARD))
+        if expert == 1:
+            return cls(dense, None)
+        axes = (REPLICATE, EXPERT_SHARD, EXPERT)
+        return cls(dense, DeviceMesh(device_type, whole.view(replicate, -1, expert), mesh_dim_names=axes))
+
+    @property
+    def device_type(self) -> str:
+        return self.dense.device_type
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The degrees, by name; the expert axis where there is one."""
+        expert = {} if self.experts is None else {EXPERT: self.experts[EXPERT].size()}
+        return {name: self.dense[name].size() for name in (REPLICATE, SHARD)} | expert
+
+    def sharding(self, *, experts: bool = False) -> DeviceMesh:
+        """The axes along which parameters are copied and sharded; one axis where there is a single copy."""
+        mesh, axis = (self.experts, EXPERT_SHARD) if experts else (self.dense, SHARD)
+        assert mesh is not None
+        return mesh[axis] if mesh[REPLICATE].size() == 1 else mesh[REPLICATE, axis]
 
 
 def process_device(name: str = "auto") -> torch.device:
@@ -44,14 +83,27 @@ def start_process_group(device: torch.device, timeout_seconds: float) -> None:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def build_mesh(config: ParallelConfig, device: torch.device) -> DeviceMesh:
-    """The mesh of all ranks. Raises UserError for a degree that they cannot form."""
+def build_mesh(config: ParallelConfig, device: torch.device) -> Mesh:
+    """The mesh of all ranks. Raises UserError for degrees that they cannot form, with those that they can."""
     world = dist.get_world_size()
-    if config.shard not in (-1, world):
-        raise UserError(f"parallel.shard: {config.shard}, but {world} processes run; set it to -1 or {world}")
-    return init_device_mesh(device.type, (world,), mesh_dim_names=(SHARD,))
+    check_degree("replicate", config.replicate, world, f"the {world} processes")
+    copy = world // config.replicate
+    if config.shard not in (-1, copy):
+        raise UserError(
+            f"parallel.shard = {config.shard}: {world} processes run and replicate is {config.replicate}; "
+            f"possible: -1 or {copy}"
+        )
+    check_degree("expert", config.expert, copy, f"the {copy} ranks that share a copy of the weights")
+    return Mesh.of(device.type, range(world), replicate=config.replicate, expert=config.expert)
 
 
-def data_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
+def check_degree(name: str, degree: int, ranks: int, whose: str) -> None:
+    if ranks % degree:
+        possible = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        raise UserError(f"parallel.{name} = {degree}: does not divide {whose}; possible: {possible}")
+
+
+def data_coordinates(mesh: Mesh) -> tuple[int, int]:
     """(rank, degree) of this process among those that read different rows."""
-    return mesh.get_local_rank(SHARD), mesh[SHARD].size()
+    replicate, shard = mesh.dense[REPLICATE], mesh.dense[SHARD]
+    return replicate.get_local_rank() * shard.size() + shard.get_local_rank(), mesh.dense.size()

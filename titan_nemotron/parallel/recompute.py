@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titan_nemotron.layout import DocumentLayout
 
-aten = torch.ops.aten
+aten, travel = torch.ops.aten, torch.ops._c10d_functional
 
 # Outputs that cost far more to compute again than to keep. Our own operations (titan_nemotron::*) belong to them too.
 EXPENSIVE = {
@@ -29,6 +29,8 @@ EXPENSIVE = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_attention_math.default,
     torch.ops.higher_order.flex_attention,
+    travel.all_to_all_single.default,
+    travel.wait_tensor.default,
 }
 
 

@@ -27,7 +27,7 @@ def describe_run(run: Run, progress: Progress) -> list[str]:
 def describe(job: Job, size: ModelSize, ranks: Ranks) -> list[str]:
     training = job.training
     tokens = training.global_batch_size * training.sequence_length
-    mesh = " x ".join(f"{name} {ranks.mesh[name].size()}" for name in ranks.mesh.mesh_dim_names or ())
+    mesh = ", ".join(f"{name} {degree}" for name, degree in ranks.mesh.axes.items())
     accumulation = training.global_batch_size // (training.microbatch_size * ranks.num_ranks)
     dtype = str(compute_dtype(job, ranks.device)).removeprefix("torch.")
     return [

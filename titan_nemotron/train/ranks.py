@@ -5,11 +5,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan_nemotron.errors import UserError
 from titan_nemotron.parallel.config import ParallelConfig
-from titan_nemotron.parallel.mesh import build_mesh, process_device, start_process_group
+from titan_nemotron.parallel.mesh import Mesh, build_mesh, process_device, start_process_group
 from titan_nemotron.train.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -22,7 +21,7 @@ class Ranks:
         self.device: torch.device = process_device(device)
         start_process_group(self.device, parallel.timeout_seconds)
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.mesh: DeviceMesh = build_mesh(parallel, self.device)
+        self.mesh: Mesh = build_mesh(parallel, self.device)
         self.group = dist.new_group(backend="gloo")
         self.saving_group = dist.new_group(backend="gloo")  # saving goes on in the background
         self.watchdog = Watchdog(parallel.timeout_seconds)

@@ -25,6 +25,8 @@ class ShardedModel(Model, Protocol):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool) -> None: ...
+
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
@@ -138,7 +140,9 @@ def forward_backward(
     """
     sums: Sums | None = None
     for index, batch in enumerate(batches):
-        model.set_requires_gradient_sync(settings.sync_every_microbatch or index == len(batches) - 1)
+        last = index == len(batches) - 1
+        model.set_requires_gradient_sync(settings.sync_every_microbatch or last)
+        model.set_requires_all_reduce(last)  # copies of the weights meet once a step, with the sums of all microbatches
         losses: Losses = model.loss(batch, None if replay is None else replay[index])
         total_loss(losses, totals, settings).backward()
         sums = loss_sums(losses) if sums is None else add(sums, loss_sums(losses))

@@ -131,8 +131,13 @@ class Experts(nn.Module):
             "down_proj": normal(out_std, per_expert=True),
         }
 
+    @staticmethod
+    def part(weight: Tensor) -> Tensor:
+        """The experts of this rank: all, unless parallelism spreads them."""
+        return weight
+
     def forward(self, x_RD: Tensor, weights_R: Tensor, offsets_E: Tensor) -> Tensor:
-        up, down = self.up_proj.to(x_RD.dtype), self.down_proj.to(x_RD.dtype)
+        up, down = (self.part(weight).to(x_RD.dtype) for weight in (self.up_proj, self.down_proj))
         return relu2_experts(x_RD, up, down, weights_R, offsets_E)
 
 

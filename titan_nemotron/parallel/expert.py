@@ -1,0 +1,102 @@
+"""Routed experts spread over the ranks of the expert axis.
+
+Each rank holds E / P of the experts of a layer and keeps its own tokens; a token's rows travel to the ranks of its experts
+and back.
+
+Shapes: T tokens of this rank, K experts a token, S = T K rows sent, R rows received, E experts, P ranks of the axis, D model
+(or latent) size.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from titan_nemotron.errors import UserError
+from titan_nemotron.models.layers.moe import DispatchHandle, Experts, LocalDispatch, MoE
+from titan_nemotron.ops.experts import gather_rows, sum_rows
+
+
+class AllToAllHandle(NamedTuple):
+    """The way back of the rows. sent: of this rank's rows, sorted by expert; order_R, places_R: the permutation of what was
+    received from (rank, expert) to (expert, rank), and its inverse; the rows of each rank, sent and received."""
+
+    sent: DispatchHandle
+    order_R: Tensor
+    places_R: Tensor
+    sent_P: list[int]
+    received_P: list[int]
+
+
+class AllToAllDispatch(nn.Module):
+    """LocalDispatch over ranks: rows go to the rank that holds their expert, whatever their number, and come back."""
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.local = LocalDispatch(num_experts)
+        self.group = group
+
+    def dispatch(
+        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, AllToAllHandle]:
+        """Rows [R, D] of this rank's experts, sorted by expert and then by source rank, their weights, the end of each
+        expert's rows (int32), and the way back. The host waits once, for the numbers of rows that travel."""
+        rows_SD, weights_S, offsets_E, sent = self.local.dispatch(x_TD, indices_TK, weights_TK)
+        counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
+        num_ranks = self.group.size()
+        received_E = all_to_all_single(counts_E, None, None, self.group)
+        counts_PE, received_PE = (counts.unflatten(0, (num_ranks, -1)) for counts in (counts_E, received_E))
+        sent_P, received_P = torch.stack([counts_PE.sum(1), received_PE.sum(1)]).tolist()
+
+        arrived_RD = all_to_all_single_autograd(rows_SD, received_P, sent_P, self.group)
+        arrived_R = all_to_all_single_autograd(weights_S, received_P, sent_P, self.group)
+        experts = torch.arange(received_PE.shape[1], device=x_TD.device).repeat(num_ranks)
+        order_R = experts.repeat_interleave(received_PE.flatten(), output_size=sum(received_P)).argsort(stable=True)
+        places_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        handle = AllToAllHandle(sent, order_R, places_R, sent_P, received_P)
+        x_RD = gather_rows(arrived_RD, order_R, places_R[:, None])
+        return x_RD, arrived_R.index_select(0, order_R), received_PE.sum(0).cumsum(0, dtype=torch.int32), handle
+
+    def combine(self, y_RD: Tensor, handle: AllToAllHandle) -> Tensor:
+        """Send the rows back and sum each token's K: their weights are already in them."""
+        back_RD = gather_rows(y_RD, handle.places_R, handle.order_R[:, None])
+        rows_SD = all_to_all_single_autograd(back_RD, handle.sent_P, handle.received_P, self.group)
+        return sum_rows(rows_SD, *handle.sent)
+
+
+def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give each rank of `mesh`, the expert axis, its part of every layer's experts, and let tokens travel to them.
+
+    Parameters become DTensors under their old names, sharded along the experts. The model is on the meta device. Raises
+    UserError when the experts of a layer do not divide.
+    """
+    for name, moe in model.named_modules():
+        if not isinstance(moe, MoE):
+            continue
+        num_experts, degree = moe.router.weight.shape[0], mesh.size()
+        if num_experts % degree:
+            possible = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
+            raise UserError(
+                f"parallel.expert = {degree}: does not divide the {num_experts} experts of {name}; possible: {possible}"
+            )
+        moe.dispatcher = AllToAllDispatch(num_experts, mesh.get_group())  # type: ignore[assignment]
+        for part, parameter in moe.experts.named_parameters(recurse=False):
+            local = torch.empty(num_experts // degree, *parameter.shape[1:], device=parameter.device)
+            spread = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            moe.experts.register_parameter(part, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+        moe.experts.part = local_weight  # type: ignore[method-assign]
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """The experts of this rank, in a forward: what sharded training gathers is still spread over the expert axis."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def shard_dim(experts: Experts, degree: int) -> int:
+    """The dim along which the sharding of an expert module cuts its experts: between them where they divide, so that their
+    matrices stay whole, else along their rows."""
+    return 0 if local_weight(experts.up_proj).shape[0] % degree == 0 else 1
