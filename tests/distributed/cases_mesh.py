@@ -1,6 +1,8 @@
 """Copies of the weights, and experts spread over ranks: the same numbers as one process."""
 
 import dataclasses
+import functools
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -69,6 +71,21 @@ def meshes_have_one_gradient(context: Context) -> None:
                 assert_gradients(actual, expected, total=1e-6, each=2e-5)
                 for call, count in counts.items():
                     assert torch.equal(actual_counts[call], count.double()), (mesh.axes, call)
+
+
+@case(2)
+def compiled_blocks_let_rows_travel(context: Context) -> None:
+    """The exchange of rows is part of a block's one graph."""
+    loss, expected, counts = reference(context)
+    mesh = build_mesh(ParallelConfig(expert=2), torch.device("cpu"))
+    traced = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", traced):
+        model = sharded(mesh, config=EIGHT, recompute="selective", compile=True)
+    actual_loss, actual, actual_counts = gradients(model, microbatches(0, context.rank, context.world_size, 2))
+    assert abs(actual_loss / loss - 1) <= 1e-6
+    assert_gradients(actual, expected, total=1e-5, each=1e-5)
+    for call, count in counts.items():
+        assert torch.equal(actual_counts[call], count.double()), call
 
 
 def reference(context: Context) -> tuple[Tensor, dict, dict]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from titan_nemotron.models.layers.moe import LocalDispatch
-from titan_nemotron.ops.experts import _columns_of_few, gather_rows, relu2_experts, sum_rows
+from titan_nemotron.ops.experts import _columns_of_few, gather_rows, permute_rows, relu2_experts, sum_rows
 
 counts = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
@@ -114,3 +114,11 @@ def test_dispatch_and_combine(seed, tokens, experts, data):
         y = torch.randn(tokens * topk, 3, generator=random, dtype=torch.float64).requires_grad_()
         assert torch.autograd.gradcheck(lambda x: gather_rows(x, *handle), x)
         assert torch.autograd.gradcheck(lambda y: sum_rows(y, *handle), y)
+
+
+def test_a_permutation_and_its_way_back():
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(permute_rows(x, order, order.argsort()), x[order])
+    assert torch.autograd.gradcheck(lambda x: permute_rows(x, order, order.argsort()), x)
+    assert torch.autograd.gradgradcheck(lambda x: permute_rows(x, order, order.argsort()), x)

@@ -44,6 +44,23 @@ def sum_rows(y_RD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
     return _SumRows.apply(y_RD, tokens_R, places_TK)
 
 
+def permute_rows(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """x[order], where inverse[order[r]] = r: knowing both, the backward gathers as well."""
+    return _PermuteRows.apply(x_RD, order_R, inverse_R)
+
+
+class _PermuteRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(order_R, inverse_R)
+        return x_RD.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        order_R, inverse_R = ctx.saved_tensors
+        return _PermuteRows.apply(grad_RD, inverse_R, order_R), None, None
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:

@@ -44,8 +44,6 @@ def apply(
     """
     blocks = [block for _, block in cast(Model, model).blocks()]
     if mesh.experts is not None:
-        if compile.enable:
-            raise UserError("compile.enable: blocks whose experts are spread over ranks do not compile; turn it off")
         spread_experts(model, mesh.experts[EXPERT])
     for block in blocks:
         apply_recompute(block, recompute.mode)

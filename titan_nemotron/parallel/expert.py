@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_nemotron.errors import UserError
 from titan_nemotron.models.layers.moe import DispatchHandle, Experts, LocalDispatch, MoE
-from titan_nemotron.ops.experts import gather_rows, sum_rows
+from titan_nemotron.ops.experts import permute_rows, sum_rows
 
 
 class AllToAllHandle(NamedTuple):
@@ -58,12 +58,12 @@ class AllToAllDispatch(nn.Module):
         order_R = experts.repeat_interleave(received_PE.flatten(), output_size=sum(received_P)).argsort(stable=True)
         places_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
         handle = AllToAllHandle(sent, order_R, places_R, sent_P, received_P)
-        x_RD = gather_rows(arrived_RD, order_R, places_R[:, None])
+        x_RD = permute_rows(arrived_RD, order_R, places_R)
         return x_RD, arrived_R.index_select(0, order_R), received_PE.sum(0).cumsum(0, dtype=torch.int32), handle
 
     def combine(self, y_RD: Tensor, handle: AllToAllHandle) -> Tensor:
         """Send the rows back and sum each token's K: their weights are already in them."""
-        back_RD = gather_rows(y_RD, handle.places_R, handle.order_R[:, None])
+        back_RD = permute_rows(y_RD, handle.places_R, handle.order_R)
         rows_SD = all_to_all_single_autograd(back_RD, handle.sent_P, handle.received_P, self.group)
         return sum_rows(rows_SD, *handle.sent)
 
