@@ -2,12 +2,16 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.distributed.cases_checkpoint import everything
 from tests.distributed.cases_step import RATE, gradients
 from tests.distributed.harness import Context, case
 from tests.distributed.reference import (
@@ -24,12 +28,18 @@ from tests.distributed.reference import (
     unsharded,
     whole_parameters,
 )
+from titan_nemotron.checkpoint.config import CheckpointConfig
+from titan_nemotron.checkpoint.convert import export
+from titan_nemotron.checkpoint.load import load_weights
+from titan_nemotron.checkpoint.manager import CheckpointManager
 from titan_nemotron.models.layers.moe import Experts, LocalDispatch
+from titan_nemotron.models.nemotron3 import FAMILY
 from titan_nemotron.optim.adamw import build_optimizer
 from titan_nemotron.optim.config import OptimizerConfig
 from titan_nemotron.parallel.config import ParallelConfig
 from titan_nemotron.parallel.expert import AllToAllDispatch
 from titan_nemotron.parallel.mesh import EXPERT, Mesh, build_mesh
+from titan_nemotron.parallel.sharded import local_part
 from titan_nemotron.train.step import train_step
 
 EIGHT = CONFIG.model_copy(update={"n_routed_experts": 8})  # divide over 4 ranks
@@ -158,3 +168,80 @@ def rows_travel_whatever_their_number(context: Context) -> None:
         scales = torch.arange(1.0, num_experts + 1, dtype=torch.float64)
         for actual, expected in zip(run(dispatch, scales[mine]), run(local, scales), strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*arguments, **(keywords or {}))
+
+
+@case(2)
+def the_host_waits_once(context: Context) -> None:
+    """A dispatch and combine reads numbers of the device once, its backward never; rows travel once each way."""
+    mesh = build_mesh(ParallelConfig(expert=2), torch.device("cpu")).experts
+    assert mesh is not None
+    dispatch = AllToAllDispatch(8, mesh[EXPERT].get_group())
+    x, weights = torch.randn(6, 4, requires_grad=True), torch.rand(6, 2, requires_grad=True)
+    indices = torch.rand(6, 8).topk(2).indices
+    read = 0
+
+    def tolist(tensor: Tensor) -> list:
+        nonlocal read
+        read += 1
+        return plain(tensor)
+
+    plain = Tensor.tolist
+    with mock.patch.object(Tensor, "tolist", tolist), Calls() as forward:
+        rows_RD, weights_R, _, handle = dispatch.dispatch(x, indices, weights)
+        out = dispatch.combine(rows_RD * weights_R[:, None], handle)
+    assert read + forward.counts["_local_scalar_dense"] == 1
+    assert forward.counts["all_to_all_single"] == 4  # numbers, rows, weights; rows back
+    with mock.patch.object(Tensor, "tolist", tolist), Calls() as backward:
+        out.sum().backward()
+    assert read == 1 and backward.counts["_local_scalar_dense"] == 0
+    assert backward.counts["all_to_all_single"] == 3
+
+
+@case(2)
+def selective_recomputation_sends_nothing_twice(context: Context) -> None:
+    """What arrived is kept: as many exchanges as without recomputation, and more when a block is computed whole again."""
+    mesh = build_mesh(ParallelConfig(expert=2), torch.device("cpu"))
+    exchanges = {}
+    for recompute in ("none", "selective", "full"):
+        model = sharded(mesh, config=EIGHT, recompute=recompute)
+        with Calls() as calls:
+            model.loss(rows(0)).main.backward()
+        exchanges[recompute] = calls.counts["all_to_all_single"]
+    assert exchanges["none"] == exchanges["selective"] < exchanges["full"], exchanges
+
+
+@case(2, 4)
+def saved_on_one_mesh_and_loaded_on_another(context: Context) -> None:
+    """Checkpoints and Hugging Face directories know nothing of the mesh: weights, biases, moments and steps bitwise."""
+    expected: dict[str, Tensor] = {}
+    all_meshes = [context.mesh, *meshes(context)]
+    for index, mesh in enumerate([*all_meshes, all_meshes[0]]):
+        model = sharded(mesh, config=EIGHT, seed=index)
+        optimizer = build_optimizer(model, OptimizerConfig())
+        manager = CheckpointManager(context.directory / "checkpoints", CheckpointConfig(), dist.group.WORLD)
+        if expected:
+            manager.load(index, model, optimizer)
+            found = everything(model, optimizer)
+            assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == [], mesh.axes
+            load_weights(model, FAMILY, EIGHT, context.directory / f"hf-{index}", seed=0, local_part=local_part)
+            found = everything(model, optimizer)
+            assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == [], mesh.axes
+        batches = microbatches(index, context.rank, context.world_size, ROWS // context.world_size)
+        train_step(model, optimizer, batches, RATE, SETTINGS)
+        expected = everything(model, optimizer)
+        manager.save(index + 1, model, optimizer, {}, "")
+        manager.close()
+        export(model, FAMILY, EIGHT, context.directory, context.directory / f"hf-{index + 1}")
+        dist.barrier()

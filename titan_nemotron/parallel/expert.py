@@ -21,51 +21,62 @@ from titan_nemotron.models.layers.moe import DispatchHandle, Experts, LocalDispa
 from titan_nemotron.ops.experts import permute_rows, sum_rows
 
 
-class AllToAllHandle(NamedTuple):
-    """The way back of the rows. sent: of this rank's rows, sorted by expert; order_R, places_R: the permutation of what was
-    received from (rank, expert) to (expert, rank), and its inverse; the rows of each rank, sent and received."""
+class Travelling(NamedTuple):
+    """Rows on their way. home: how this rank's rows, sorted by expert, come back to tokens; sent_P, received_P: numbers of
+    rows to and from each rank; received_PE: those of each of this rank's experts from each rank."""
 
-    sent: DispatchHandle
-    order_R: Tensor
-    places_R: Tensor
+    rows_RD: Tensor
+    weights_R: Tensor
+    home: DispatchHandle
     sent_P: list[int]
     received_P: list[int]
+    received_PE: Tensor
 
 
-class AllToAllDispatch(nn.Module):
+class AllToAllHandle(NamedTuple):
+    """The way back: the permutation of what arrived, from (rank, expert) to (expert, rank), and its inverse."""
+
+    travelled: Travelling
+    order_R: Tensor
+    places_R: Tensor
+
+
+class AllToAllDispatch(LocalDispatch):
     """LocalDispatch over ranks: rows go to the rank that holds their expert, whatever their number, and come back."""
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.local = LocalDispatch(num_experts)
+        super().__init__(num_experts)
         self.group = group
 
-    def dispatch(
-        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, AllToAllHandle]:
-        """Rows [R, D] of this rank's experts, sorted by expert and then by source rank, their weights, the end of each
-        expert's rows (int32), and the way back. The host waits once, for the numbers of rows that travel."""
-        rows_SD, weights_S, offsets_E, sent = self.local.dispatch(x_TD, indices_TK, weights_TK)
+    def send(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Travelling:  # type: ignore[override]
+        """Start the rows on their way. The host waits once, for their numbers."""
+        rows_SD, weights_S, offsets_E, home = super().send(x_TD, indices_TK, weights_TK)
         counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
-        num_ranks = self.group.size()
         received_E = all_to_all_single(counts_E, None, None, self.group)
-        counts_PE, received_PE = (counts.unflatten(0, (num_ranks, -1)) for counts in (counts_E, received_E))
+        counts_PE, received_PE = (counts.unflatten(0, (self.group.size(), -1)) for counts in (counts_E, received_E))
         sent_P, received_P = torch.stack([counts_PE.sum(1), received_PE.sum(1)]).tolist()
+        rows_RD, weights_R = (
+            all_to_all_single_autograd(tensor, received_P, sent_P, self.group) for tensor in (rows_SD, weights_S)
+        )
+        return Travelling(rows_RD, weights_R, home, sent_P, received_P, received_PE)
 
-        arrived_RD = all_to_all_single_autograd(rows_SD, received_P, sent_P, self.group)
-        arrived_R = all_to_all_single_autograd(weights_S, received_P, sent_P, self.group)
-        experts = torch.arange(received_PE.shape[1], device=x_TD.device).repeat(num_ranks)
-        order_R = experts.repeat_interleave(received_PE.flatten(), output_size=sum(received_P)).argsort(stable=True)
+    def receive(self, sent: Travelling) -> tuple[Tensor, Tensor, Tensor, AllToAllHandle]:
+        """Rows [R, D] of this rank's experts, sorted by expert and then by source rank."""
+        num_ranks, num_experts = sent.received_PE.shape
+        experts = torch.arange(num_experts, device=sent.received_PE.device).repeat(num_ranks)
+        experts_R = experts.repeat_interleave(sent.received_PE.flatten(), output_size=sum(sent.received_P))
+        order_R = experts_R.argsort(stable=True)
         places_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-        handle = AllToAllHandle(sent, order_R, places_R, sent_P, received_P)
-        x_RD = permute_rows(arrived_RD, order_R, places_R)
-        return x_RD, arrived_R.index_select(0, order_R), received_PE.sum(0).cumsum(0, dtype=torch.int32), handle
+        x_RD = permute_rows(sent.rows_RD, order_R, places_R)
+        offsets_E = sent.received_PE.sum(0).cumsum(0, dtype=torch.int32)
+        return x_RD, sent.weights_R.index_select(0, order_R), offsets_E, AllToAllHandle(sent, order_R, places_R)
 
     def combine(self, y_RD: Tensor, handle: AllToAllHandle) -> Tensor:
         """Send the rows back and sum each token's K: their weights are already in them."""
+        travelled = handle.travelled
         back_RD = permute_rows(y_RD, handle.places_R, handle.order_R)
-        rows_SD = all_to_all_single_autograd(back_RD, handle.sent_P, handle.received_P, self.group)
-        return sum_rows(rows_SD, *handle.sent)
+        rows_SD = all_to_all_single_autograd(back_RD, travelled.sent_P, travelled.received_P, self.group)
+        return sum_rows(rows_SD, *travelled.home)
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -83,7 +94,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
             raise UserError(
                 f"parallel.expert = {degree}: does not divide the {num_experts} experts of {name}; possible: {possible}"
             )
-        moe.dispatcher = AllToAllDispatch(num_experts, mesh.get_group())  # type: ignore[assignment]
+        moe.dispatcher = AllToAllDispatch(num_experts, mesh.get_group())
         for part, parameter in moe.experts.named_parameters(recurse=False):
             local = torch.empty(num_experts // degree, *parameter.shape[1:], device=parameter.device)
             spread = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)

@@ -4,7 +4,7 @@ Shapes: B rows, L positions, T = B * L tokens, D model size, L' latent size (D w
 R = T * K routed rows, F expert size.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,13 +96,16 @@ class DispatchHandle(NamedTuple):
 
 
 class LocalDispatch(nn.Module):
-    """Sort the chosen (token, expert) pairs by expert; all experts live on this rank."""
+    """Sort the chosen (token, expert) pairs by expert; all experts live on this rank.
+
+    `send` and `receive` are the halves of a dispatch: between them rows may travel, and the layer does something else.
+    """
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
 
-    def dispatch(
+    def send(
         self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
         """Rows sorted by expert, their weights, the end of each expert's rows (int32), and the way back."""
@@ -114,7 +117,16 @@ class LocalDispatch(nn.Module):
         handle = DispatchHandle(order_R // indices_TK.shape[1], places_R.view_as(indices_TK))
         return gather_rows(x_TD, *handle), weights_TK.flatten().index_select(0, order_R), offsets_E, handle
 
-    def combine(self, y_RD: Tensor, handle: DispatchHandle) -> Tensor:
+    def receive(self, sent: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """x_RD, weights_R, offsets_E and the handle for `combine`: what `send` gave, arrived."""
+        arrived: tuple[Tensor, Tensor, Tensor, Any] = sent
+        return arrived
+
+    def dispatch(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Both halves at once."""
+        return self.receive(self.send(x_TD, indices_TK, weights_TK))
+
+    def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
         """Sum each token's K rows: a gather, not a scatter, so that the order of the sum is fixed."""
         return sum_rows(y_RD, *handle)
 
@@ -188,14 +200,14 @@ class MoE(nn.Module):
         """stats: counts_E, indices_BLK and, unless gradients are off, auxiliary_sum (over rows, without coefficient)."""
         indices_BLK, weights_BLK, sums = self.router(x_BLD, layout.valid, indices)
         u_BLD = x_BLD if self.fc1_latent_proj is None else self.fc1_latent_proj(x_BLD)
-        x_RD, weights_R, offsets_E, handle = self.dispatcher.dispatch(
-            u_BLD.flatten(0, 1), indices_BLK.flatten(0, 1), weights_BLK.flatten(0, 1)
-        )
+        sent = self.dispatcher.send(u_BLD.flatten(0, 1), indices_BLK.flatten(0, 1), weights_BLK.flatten(0, 1))
+        shared_BLD = None if self.shared_expert is None else self.shared_expert(x_BLD)  # while rows may travel
+        x_RD, weights_R, offsets_E, handle = self.dispatcher.receive(sent)
         out = self.dispatcher.combine(self.experts(x_RD, weights_R, offsets_E), handle).unflatten(0, x_BLD.shape[:2])
         if self.fc2_latent_proj is not None:
             out = self.fc2_latent_proj(out)
-        if self.shared_expert is not None:
-            out = out + self.shared_expert(x_BLD)
+        if shared_BLD is not None:
+            out = out + shared_BLD
         stats = {"counts_E": sums["counts_BE"].sum(0), "indices_BLK": indices_BLK}
         if "score_sums_BE" in sums:
             stats["auxiliary_sum"] = self.sequence_auxiliary_loss(sums).sum()
