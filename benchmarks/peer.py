@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from titan_nemotron.checkpoint.load import hub_tensors
 from titan_nemotron.models.layers.init import initialize
 from titan_nemotron.models.nemotron3 import FAMILY
 from titan_nemotron.models.nemotron3.config import Nemotron3Config
@@ -26,16 +27,6 @@ HYBRID = Nemotron3Config(
 )
 
 
-def hub_weights(model: nn.Module, config: Nemotron3Config) -> dict[str, torch.Tensor]:
-    """Our weights under hub names."""
-    state = model.state_dict()
-    weights = {}
-    for name, slot in FAMILY.hub.tensors(config).items():
-        tensor = state[slot.parameter]
-        weights[name] = tensor if slot.expert is None else tensor[slot.expert]
-    return weights
-
-
 def pair(config: Nemotron3Config = HYBRID, seed: int = 0) -> tuple[nn.Module, nn.Module]:
     """(ours, transformers') in fp32 with equal weights; the logits are compared before anything is measured."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
@@ -44,7 +35,8 @@ def pair(config: Nemotron3Config = HYBRID, seed: int = 0) -> tuple[nn.Module, nn
     initialize(ours, seed)
     theirs = NemotronHForCausalLM(NemotronHConfig(**FAMILY.hub.config_to_hub(config, "float32")))
     # In memory transformers spells "backbone" as "model" and keeps a block's experts in one tensor.
-    fused = {name.replace("backbone.", "model."): tensor for name, tensor in hub_weights(ours, config).items()}
+    ours_by_hub_name = hub_tensors(ours.state_dict().items(), FAMILY.hub.tensors(config), {})
+    fused = {name.replace("backbone.", "model."): tensor for name, tensor in ours_by_hub_name}
     for name in [name for name in fused if ".experts.0." in name]:
         experts = [fused.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(config.n_routed_experts)]
         fused[name.replace(".experts.0.", ".experts.").removesuffix(".weight")] = torch.stack(experts)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.models.support import SMALL, VOCABULARY, small_model
 from tests.support import REPOSITORY
 from titan_nemotron import load_model
 from titan_nemotron.checkpoint.config import CheckpointConfig
@@ -21,39 +22,14 @@ from titan_nemotron.checkpoint.manager import CheckpointManager
 from titan_nemotron.errors import UserError
 from titan_nemotron.models.layers.init import initialize, tensors_by_name
 from titan_nemotron.models.nemotron3 import FAMILY
-from titan_nemotron.models.nemotron3.config import Nemotron3Config
 
-SMALL: dict[str, Any] = {
-    "pattern": "ME*-ME",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "initializer_range": 0.2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 8,
-    "n_groups": 2,
-    "ssm_state_size": 8,
-    "chunk_size": 8,
-    "intermediate_size": 48,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 40,
-    "moe_latent_size": 16,
-    "routed_scaling_factor": 2.5,
-    "mtp_blocks": 1,
-    "mtp_depths": 2,
-    # transformers clamps the time step from below by this value; the family does not
-    "time_step_min": 1e-6,
-}
+# transformers clamps the time step from below by time_step_min; the family does not
+CHANGES: dict[str, Any] = {"routed_scaling_factor": 2.5, "time_step_min": 1e-6}
 FP32_IN_FILES = ("A_log", "D", "dt_bias", "e_score_correction_bias", "gate.weight")
 
 
 def built(seed: int = 0, **changes: Any) -> nn.Module:
-    model = FAMILY.model(Nemotron3Config(**SMALL | changes))
-    initialize(model, seed)
+    model = small_model(seed, **CHANGES | changes)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for router in model.routers().values():  # type: ignore[operator]
@@ -91,7 +67,7 @@ def assert_same_files(first: Path, second: Path) -> None:
 
 
 def tokens(*shape: int) -> Tensor:
-    return torch.randint(0, SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
 
 
 def test_import_then_export_is_byte_equal_through_our_checkpoint(tmp_path: Path) -> None:
@@ -273,7 +249,7 @@ def test_checkpoints_of_a_run_load_and_export_by_the_newest(tmp_path: Path) -> N
     run, manager = tmp_path / "run", CheckpointManager(tmp_path / "run" / "checkpoints", CheckpointConfig())
     for step in (1, 2):
         model = built(seed=step)
-        job = tomli_w.dumps({"model": {"config": SMALL}})
+        job = tomli_w.dumps({"model": {"config": SMALL | CHANGES}})
         manager.save(step, model, torch.optim.AdamW(model.parameters()), {}, job)
     manager.close()
     keep_token_ids(3, None, run / "hub")
