@@ -10,41 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.models.support import VOCABULARY, random_tokens, small_model
 from titan_nemotron.errors import UserError
 from titan_nemotron.generation.cache import Cache
 from titan_nemotron.generation.decode import generate
 from titan_nemotron.generation.sampling import Sampling, sample
 from titan_nemotron.generation.score import score
 from titan_nemotron.layout import DocumentLayout
-from titan_nemotron.models.layers.init import initialize
-from titan_nemotron.models.nemotron3 import FAMILY
-
-VOCABULARY = 64
-CONFIG = FAMILY.flavors["debug"].model_copy(
-    update={
-        "pattern": "ME*-ME",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "initializer_range": 0.2,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 8,
-        "ssm_state_size": 8,
-        "chunk_size": 8,
-        "intermediate_size": 48,
-        "moe_latent_size": 16,
-    }
-)
 
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    built = FAMILY.model(CONFIG)
-    initialize(built, seed=3)
-    return built
-
-
-def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+    return small_model(seed=3)
 
 
 @settings(max_examples=15, deadline=None)
