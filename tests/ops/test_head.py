@@ -102,6 +102,17 @@ def test_extreme_logits():
             assert all(tensor.isfinite().all() for tensor in actual)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e8, 1e18])
+def test_what_all_logits_share_does_not_matter(offset):
+    """Eleven, or three, equally likely tokens: the entropy is a logarithm, not a small difference of large logits."""
+    h = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    w = torch.tensor([[offset, 0.0]] * 3 + [[offset, -1e30]] * 8)
+    logprobs, entropy = linear_logprobs(h, w, torch.tensor([2, 2]))
+    expected = torch.tensor([11.0, 3.0]).log()
+    torch.testing.assert_close(logprobs, -expected)
+    torch.testing.assert_close(entropy, expected)
+
+
 def test_no_gradient_is_computed_that_nobody_asked_for(monkeypatch):
     h, w, targets, _ = inputs(0, 9, 4, 11, 0.2)
     h, w = h.detach().float(), w.detach().float()

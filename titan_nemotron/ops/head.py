@@ -148,12 +148,12 @@ def _logprobs(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor, temperature: float)
         for place, x, target in zip(places_C.split(parts), logits_CV.split(parts), targets_C.split(parts)):
             if temperature != 1:
                 x.div_(temperature)
-            largest = x.amax(1)
+            x.sub_(x.amax(1, keepdim=True))  # else the entropy would be a small difference of logits
             picked = x.gather(1, target[:, None])[:, 0]
             probabilities = torch.softmax(x, 1)
-            log_total = -probabilities.amax(1).log()  # log sum(exp(x - largest)), see _gradient
-            logprobs[place] = picked - largest - log_total
-            entropy[place] = log_total + largest - torch.linalg.vecdot(probabilities, x)
+            log_total = -probabilities.amax(1).log()  # log sum(exp(x)), see _gradient
+            logprobs[place] = picked - log_total
+            entropy[place] = log_total - torch.linalg.vecdot(probabilities, x)
     return logprobs, entropy
 
 
