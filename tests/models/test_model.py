@@ -231,3 +231,9 @@ def test_foreign_families_and_mixers_are_user_errors() -> None:
 def test_a_document_in_two_pieces_is_refused() -> None:
     with pytest.raises(UserError, match="in two pieces"):
         small_model()(random_tokens(1, 4), torch.tensor([[0, 1, 0, 0]]))
+
+
+def test_a_model_on_meta_gives_shapes() -> None:
+    model = small_model(pattern="M*-", mtp_blocks=0, mtp_depths=0).to("meta")
+    logits = model(torch.zeros(2, 9, dtype=torch.int32, device="meta"))
+    assert logits.is_meta and logits.shape == (2, 9, 64)
