@@ -25,6 +25,7 @@ class DocumentLayout:
                                 close a segment too, so the last entry is B*L
     max_length    longest segment, in tokens
     has_padding   whether any position is padding; a Python bool, so that asking costs no device synchronisation
+    start, part   where the positions that this rank holds start, and their number; None is the whole row
     """
 
     document_ids: Tensor
@@ -32,6 +33,8 @@ class DocumentLayout:
     cu_seqlens: Tensor
     max_length: int
     has_padding: bool
+    start: int = 0
+    part: int | None = None
     # What operations derive from the layout (masks, Python lists), keyed by the deriver; filled on first use.
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -84,10 +87,36 @@ class DocumentLayout:
             derived={},
         )
 
+    def shard(self, rank: int, degree: int) -> "DocumentLayout":
+        """The same rows, of which this rank holds part `rank` of `degree` equal parts."""
+        part = self.document_ids.shape[1] // degree
+        assert part * degree == self.document_ids.shape[1], "the degree divides the length"
+        return replace(self, start=rank * part, part=part, derived={})
+
+    @property
+    def whole(self) -> "DocumentLayout":
+        """The layout of a rank that holds whole rows; what is derived from it is kept."""
+        if self.part is None:
+            return self
+        if "whole" not in self.derived:
+            self.derived["whole"] = replace(self, start=0, part=None, derived={})
+        whole: DocumentLayout = self.derived["whole"]
+        return whole
+
+    @property
+    def length(self) -> int:
+        """Positions that this rank holds."""
+        return self.document_ids.shape[1] if self.part is None else self.part
+
+    @property
+    def local_ids(self) -> Tensor:
+        """document_ids at the positions that this rank holds."""
+        return self.document_ids if self.part is None else self.document_ids[:, self.start : self.start + self.part]
+
     @property
     def valid(self) -> Tensor:
-        """[B, L] bool, False at padding."""
-        return self.document_ids >= 0
+        """Bool at the positions that this rank holds, False at padding."""
+        return self.local_ids >= 0
 
 
 def _check_integers(name: str, tensor: Tensor) -> None:
@@ -201,6 +230,23 @@ class Batch:
             num_targets=int((labels != IGNORED).sum()),
             num_mtp_targets=tuple(int((mtp_labels[depth] != IGNORED).sum()) for depth in range(mtp_depths)),
             target_bytes=target_bytes,
+        )
+
+    def shard(self, rank: int, degree: int) -> "Batch":
+        """Part `rank` of `degree` equal parts of every row. The bytes of a row's text count on the first rank alone."""
+        layout = self.layout.shard(rank, degree)
+        here = slice(layout.start, layout.start + layout.length)
+        labels, mtp_labels = self.labels[:, here].contiguous(), self.mtp_labels[..., here].contiguous()
+        return replace(
+            self,
+            tokens=self.tokens[:, here].contiguous(),
+            labels=labels,
+            mtp_tokens=self.mtp_tokens[..., here].contiguous(),
+            mtp_labels=mtp_labels,
+            layout=layout,
+            num_targets=int((labels != IGNORED).sum()),
+            num_mtp_targets=tuple(int((depth != IGNORED).sum()) for depth in mtp_labels),
+            target_bytes=self.target_bytes if rank == 0 or self.target_bytes is None else 0,
         )
 
     def to(self, device: torch.device | str) -> "Batch":

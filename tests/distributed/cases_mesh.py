@@ -1,4 +1,4 @@
-"""Copies of the weights, and experts spread over ranks: the same numbers as one process."""
+"""Copies of the weights, experts spread over ranks, rows split over ranks: the same numbers as one process."""
 
 import dataclasses
 import functools
@@ -32,23 +32,33 @@ from titan_nemotron.checkpoint.config import CheckpointConfig
 from titan_nemotron.checkpoint.convert import export
 from titan_nemotron.checkpoint.load import load_weights
 from titan_nemotron.checkpoint.manager import CheckpointManager
+from titan_nemotron.layout import Batch
 from titan_nemotron.models.layers.moe import Experts, LocalDispatch
 from titan_nemotron.models.nemotron3 import FAMILY
 from titan_nemotron.optim.adamw import build_optimizer
 from titan_nemotron.optim.config import OptimizerConfig
 from titan_nemotron.parallel.config import ParallelConfig
 from titan_nemotron.parallel.expert import AllToAllDispatch
-from titan_nemotron.parallel.mesh import EXPERT, Mesh, build_mesh
+from titan_nemotron.parallel.mesh import EXPERT, Mesh, build_mesh, data_coordinates, own_part
 from titan_nemotron.parallel.sharded import local_part
 from titan_nemotron.train.step import train_step
 
 EIGHT = CONFIG.model_copy(update={"n_routed_experts": 8})  # divide over 4 ranks
-MESHES = {2: ((2, 1), (1, 2)), 4: ((2, 1), (4, 1), (1, 2), (1, 4), (2, 2))}  # (replicate, expert) by number of ranks
+DEGREES = {  # (replicate, context, expert) by number of ranks
+    2: ((2, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2)),
+    4: ((2, 1, 1), (4, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 1), (1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 4, 4)),
+}
 
 
 def meshes(context: Context) -> list[Mesh]:
-    configs = [ParallelConfig(replicate=replicate, expert=expert) for replicate, expert in MESHES[context.world_size]]
+    names = ("replicate", "context", "expert")
+    configs = [ParallelConfig(**dict(zip(names, degrees, strict=True))) for degrees in DEGREES[context.world_size]]
     return [build_mesh(config, torch.device("cpu")) for config in configs]
+
+
+def own_batches(step: int, mesh: Mesh, size: int) -> list[Batch]:
+    """This rank's microbatches of `size` rows, and of these its part."""
+    return [own_part(batch, mesh) for batch in microbatches(step, *data_coordinates(mesh), size)]
 
 
 @case(2, 4)
@@ -71,9 +81,9 @@ def meshes_have_one_gradient(context: Context) -> None:
     """Loss, global gradient, each tensor and counts, in microbatches, with every kind of recomputation."""
     loss, expected, counts = reference(context)
     for mesh in meshes(context):
-        for recompute, size in (("none", 1), ("selective", 2), ("full", ROWS // context.world_size)):
+        for recompute, size in (("none", 1), ("selective", 2), ("full", ROWS // data_coordinates(mesh)[1])):
             model = sharded(mesh, config=EIGHT, recompute=recompute)
-            batches = microbatches(0, context.rank, context.world_size, size)
+            batches = own_batches(0, mesh, size)
             for every in (False, True):
                 settings = dataclasses.replace(SETTINGS, sync_every_microbatch=every)
                 actual_loss, actual, actual_counts = gradients(model, batches, settings)
@@ -119,14 +129,17 @@ def meshes_take_the_same_steps(context: Context) -> None:
             recorded.append((routing, losses.main / rows(step).num_targets, norm))
         expected = whole_parameters(plain.model)
     expected, recorded = shared(context.rank, (expected, recorded))  # type: ignore[misc, assignment]
-    share = ROWS // context.world_size
-    mine = slice(context.rank * share, (context.rank + 1) * share)
     for mesh in meshes(context):
+        rank, degree = data_coordinates(mesh)
+        share = ROWS // degree
+        mine = slice(rank * share, (rank + 1) * share)
         model = sharded(mesh, config=EIGHT)
         optimizer = build_optimizer(model, OptimizerConfig())
         for step, (routing, loss, norm) in enumerate(recorded):
-            batches = microbatches(step, context.rank, context.world_size, share)
-            replay = [{call: indices[mine] for call, indices in routing.items()}]
+            batches = own_batches(step, mesh, share)
+            layout = batches[0].layout
+            here = slice(layout.start, layout.start + layout.length)
+            replay = [{call: indices[mine, here] for call, indices in routing.items()}]
             result = train_step(model, optimizer, batches, RATE, SETTINGS, replay=replay)
             assert abs(result.loss / loss - 1) <= 1e-5
             assert abs(result.gradient_norm / norm - 1) <= 1e-5, mesh.axes
@@ -238,7 +251,7 @@ def saved_on_one_mesh_and_loaded_on_another(context: Context) -> None:
             load_weights(model, FAMILY, EIGHT, context.directory / f"hf-{index}", seed=0, local_part=local_part)
             found = everything(model, optimizer)
             assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == [], mesh.axes
-        batches = microbatches(index, context.rank, context.world_size, ROWS // context.world_size)
+        batches = own_batches(index, mesh, 1)
         train_step(model, optimizer, batches, RATE, SETTINGS)
         expected = everything(model, optimizer)
         manager.save(index + 1, model, optimizer, {}, "")

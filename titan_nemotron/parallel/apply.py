@@ -1,7 +1,7 @@
 """The one function that makes a model parallel.
 
-Order: build on the meta device (the caller) -> experts -> recompute -> compile -> shard -> materialise -> initialise or
-load. Precision will come before experts, and context parallelism behind them: they swap submodules too.
+Order: build on the meta device (the caller) -> experts -> context -> recompute -> compile -> shard -> materialise ->
+initialise or load. Precision will come before experts; it swaps submodules too.
 """
 
 import functools
@@ -21,6 +21,7 @@ from titan_nemotron.models.layers.init import initialize
 from titan_nemotron.models.layers.moe import Experts
 from titan_nemotron.models.layers.mtp import MTPBlock
 from titan_nemotron.parallel.config import CompileConfig, ParallelConfig, RecomputeConfig
+from titan_nemotron.parallel.context import split_rows
 from titan_nemotron.parallel.expert import shard_dim, spread_experts
 from titan_nemotron.parallel.mesh import EXPERT, EXPERT_SHARD, Mesh
 from titan_nemotron.parallel.recompute import apply_recompute
@@ -45,6 +46,8 @@ def apply(
     blocks = [block for _, block in cast(Model, model).blocks()]
     if mesh.experts is not None:
         spread_experts(model, mesh.experts[EXPERT])
+    if mesh.context is not None:
+        split_rows(model, mesh.context)
     for block in blocks:
         apply_recompute(block, recompute.mode)
     if compile.enable:

@@ -13,7 +13,11 @@ class ParallelConfig(Table):
     replicate: Annotated[int, Field(gt=0)] = 1
     """Copies of the weights: each is sharded over its own ranks, and only gradients travel between them."""
     shard: Annotated[int, Field(ge=-1)] = -1
-    """Ranks that share one copy of the weights, gradients and optimizer state; -1 is all that replicate leaves."""
+    """Ranks with rows of their own that share one copy of the weights, gradients and optimizer state, together with the
+    ranks of `context`; -1 is all that replicate and context leave."""
+    context: Annotated[int, Field(gt=0)] = 1
+    """Ranks that share rows, each with a part of every row: for rows too long for one device. Mamba-2 passes its states
+    on, attention exchanges positions for heads. Divides training.sequence_length."""
     expert: Annotated[int, Field(gt=0)] = 1
     """Ranks, of those that share a copy, over which the experts of each layer are spread: tokens travel to them instead of
     weights. Divides the ranks of a copy and the number of experts."""

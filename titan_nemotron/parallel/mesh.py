@@ -1,6 +1,7 @@
 """The process group, and the meshes of ranks that parallelism is described on.
 
-Axes, outermost first: replicate, shard. The routed experts see the ranks of the shard axis as expert_shard x expert.
+Axes, outermost first: replicate, shard, context. Dense parameters are sharded over shard x context together; the routed
+experts see the same ranks as expert_shard x expert.
 """
 
 import datetime
@@ -13,31 +14,39 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_nemotron.errors import UserError
+from titan_nemotron.layout import Batch
 from titan_nemotron.parallel.config import ParallelConfig
 
-REPLICATE, SHARD, EXPERT_SHARD, EXPERT = "replicate", "shard", "expert_shard", "expert"
+REPLICATE, SHARD, EXPERT_SHARD, EXPERT, CONTEXT = "replicate", "shard", "expert_shard", "expert", "context"
 
 
 @dataclass(frozen=True)
 class Mesh:
     """The same ranks, as two kinds of parameters see them.
 
-    dense    (replicate, shard): parameters that every token meets
+    dense    (replicate, shard): parameters that every token meets; its shard axis holds the context axis too
     experts  (replicate, expert_shard, expert): the routed experts; None where no axis spreads them
+    context  the ranks that share this one's rows; None where rows are whole
     """
 
     dense: DeviceMesh
     experts: DeviceMesh | None
+    context: DeviceMesh | None = None
 
     @classmethod
-    def of(cls, device_type: str, ranks: Sequence[int], *, replicate: int = 1, expert: int = 1) -> "Mesh":
+    def of(
+        cls, device_type: str, ranks: Sequence[int], *, replicate: int = 1, expert: int = 1, context: int = 1
+    ) -> "Mesh":
         """All ranks of the process group have to call this, with degrees that divide."""
         whole = torch.tensor(ranks)
         dense = DeviceMesh(device_type, whole.view(replicate, -1), mesh_dim_names=(REPLICATE, SHARD))
-        if expert == 1:
-            return cls(dense, None)
-        axes = (REPLICATE, EXPERT_SHARD, EXPERT)
-        return cls(dense, DeviceMesh(device_type, whole.view(replicate, -1, expert), mesh_dim_names=axes))
+        experts = rows = None
+        if expert > 1:
+            axes = (REPLICATE, EXPERT_SHARD, EXPERT)
+            experts = DeviceMesh(device_type, whole.view(replicate, -1, expert), mesh_dim_names=axes)
+        if context > 1:
+            rows = DeviceMesh(device_type, whole.view(-1, context), mesh_dim_names=("data", CONTEXT))[CONTEXT]
+        return cls(dense, experts, rows)
 
     @property
     def device_type(self) -> str:
@@ -45,9 +54,14 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The degrees, by name; the expert axis where there is one."""
-        expert = {} if self.experts is None else {EXPERT: self.experts[EXPERT].size()}
-        return {name: self.dense[name].size() for name in (REPLICATE, SHARD)} | expert
+        """The degrees, by name; context and expert where there are."""
+        shard, context = self.dense[SHARD].size(), 1 if self.context is None else self.context.size()
+        found = {REPLICATE: self.dense[REPLICATE].size(), SHARD: shard // context}
+        if self.context is not None:
+            found[CONTEXT] = context
+        if self.experts is not None:
+            found[EXPERT] = self.experts[EXPERT].size()
+        return found
 
     def sharding(self, *, experts: bool = False) -> DeviceMesh:
         """The axes along which parameters are copied and sharded; one axis where there is a single copy."""
@@ -88,13 +102,15 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> Mesh:
     world = dist.get_world_size()
     check_degree("replicate", config.replicate, world, f"the {world} processes")
     copy = world // config.replicate
-    if config.shard not in (-1, copy):
+    check_degree("context", config.context, copy, f"the {copy} ranks that share a copy of the weights")
+    if config.shard not in (-1, copy // config.context):
         raise UserError(
-            f"parallel.shard = {config.shard}: {world} processes run and replicate is {config.replicate}; "
-            f"possible: -1 or {copy}"
+            f"parallel.shard = {config.shard}: {world} processes run, replicate is {config.replicate} and context is "
+            f"{config.context}; possible: -1 or {copy // config.context}"
         )
     check_degree("expert", config.expert, copy, f"the {copy} ranks that share a copy of the weights")
-    return Mesh.of(device.type, range(world), replicate=config.replicate, expert=config.expert)
+    degrees = {"replicate": config.replicate, "expert": config.expert, "context": config.context}
+    return Mesh.of(device.type, range(world), **degrees)
 
 
 def check_degree(name: str, degree: int, ranks: int, whose: str) -> None:
@@ -106,4 +122,10 @@ def check_degree(name: str, degree: int, ranks: int, whose: str) -> None:
 def data_coordinates(mesh: Mesh) -> tuple[int, int]:
     """(rank, degree) of this process among those that read different rows."""
     replicate, shard = mesh.dense[REPLICATE], mesh.dense[SHARD]
-    return replicate.get_local_rank() * shard.size() + shard.get_local_rank(), mesh.dense.size()
+    rank, context = replicate.get_local_rank() * shard.size() + shard.get_local_rank(), mesh.axes.get(CONTEXT, 1)
+    return rank // context, mesh.dense.size() // context
+
+
+def own_part(batch: Batch, mesh: Mesh) -> Batch:
+    """This process's part of whole rows."""
+    return batch if mesh.context is None else batch.shard(mesh.context.get_local_rank(), mesh.context.size())

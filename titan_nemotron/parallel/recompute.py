@@ -30,6 +30,8 @@ EXPENSIVE = {
     aten._scaled_dot_product_attention_math.default,
     torch.ops.higher_order.flex_attention,
     travel.all_to_all_single.default,
+    travel.all_gather_into_tensor.default,
+    travel.all_reduce.default,
     travel.wait_tensor.default,
 }
 

@@ -55,9 +55,20 @@ class Job(Table):
         if beyond := [step for step in self.metrics.profile if step > steps]:
             yield f"metrics.profile = {self.metrics.profile}: the run ends at step {steps}; leave out {beyond}"
 
-    def check_ranks(self, num_ranks: int) -> None:
+        length, context = self.training.sequence_length, self.parallel.context
+        reach = getattr(self.model.resolved(), "conv_kernel", 1) - 1
+        if length % context:
+            yield f"parallel.context = {context}: does not divide training.sequence_length = {length}; change one of them"
+        elif length // context < reach:
+            yield (
+                f"parallel.context = {context}: parts of {length // context} tokens are shorter than the convolution's "
+                f"reach of {reach}; lower it or raise training.sequence_length"
+            )
+
+    def check_ranks(self, num_processes: int) -> None:
         """What the tables say must fit the number of ranks. Raises UserError with a line for each mistake."""
         lines = []
+        num_ranks = max(1, num_processes // self.parallel.context)  # with rows of their own; the mesh checks the rest
         rows, microbatch = self.training.global_batch_size, self.training.microbatch_size
         if rows % (microbatch * num_ranks):
             lines.append(

@@ -7,6 +7,7 @@ from titan_nemotron.checkpoint.load import check_weights, checkpoint_directory
 from titan_nemotron.models.family import Family
 from titan_nemotron.ops import kernels
 from titan_nemotron.optim import adamw
+from titan_nemotron.parallel.mesh import data_coordinates
 from titan_nemotron.train.flops import ModelSize, model_size
 from titan_nemotron.train.job import Job
 from titan_nemotron.train.metrics import short
@@ -28,7 +29,7 @@ def describe(job: Job, size: ModelSize, ranks: Ranks) -> list[str]:
     training = job.training
     tokens = training.global_batch_size * training.sequence_length
     mesh = ", ".join(f"{name} {degree}" for name, degree in ranks.mesh.axes.items())
-    accumulation = training.global_batch_size // (training.microbatch_size * ranks.num_ranks)
+    accumulation = training.global_batch_size // (training.microbatch_size * data_coordinates(ranks.mesh)[1])
     dtype = str(compute_dtype(job, ranks.device)).removeprefix("torch.")
     return [
         f"{job.job.name}: {job.model.family} {job.model.flavor}, {size.total:,} parameters, {size.active:,} active",

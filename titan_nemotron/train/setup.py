@@ -24,7 +24,7 @@ from titan_nemotron.models.family import Family, load_family
 from titan_nemotron.ops import kernels
 from titan_nemotron.optim.adamw import build_optimizer, freeze
 from titan_nemotron.parallel.apply import apply
-from titan_nemotron.parallel.mesh import data_coordinates
+from titan_nemotron.parallel.mesh import data_coordinates, own_part
 from titan_nemotron.parallel.sharded import local_part
 from titan_nemotron.train.flops import ModelSize, model_size
 from titan_nemotron.train.job import Job
@@ -80,18 +80,24 @@ class Run:
     lock: TextIO | None
 
     @property
+    def data_degree(self) -> int:
+        """Ranks with rows of their own."""
+        return data_coordinates(self.ranks.mesh)[1]
+
+    @property
     def microbatches(self) -> int:
         """A rank's microbatches in a step."""
-        return self.job.training.global_batch_size // (self.job.training.microbatch_size * self.ranks.num_ranks)
+        return self.job.training.global_batch_size // (self.job.training.microbatch_size * self.data_degree)
 
     def next_batches(self) -> list[Batch]:
-        return [next(self.loader).to(self.ranks.device) for _ in range(self.microbatches)]
+        return [own_part(next(self.loader), self.ranks.mesh).to(self.ranks.device) for _ in range(self.microbatches)]
 
     def held_out_batches(self) -> Iterator[Batch]:
         """This rank's part of [training] validation_rows, rounded up to whole microbatches: the same rows every time."""
         assert self.held_out is not None
-        rows = self.job.training.microbatch_size * self.ranks.num_ranks
-        return itertools.islice(iter(self.held_out), -(-self.job.training.validation_rows // rows))
+        rows = self.job.training.microbatch_size * self.data_degree
+        number = -(-self.job.training.validation_rows // rows)
+        return (own_part(batch, self.ranks.mesh) for batch in itertools.islice(self.held_out, number))
 
     def position(self, progress: Progress) -> Position:
         return Position(progress, self.loader.state_dict())

@@ -99,14 +99,13 @@ class LocalMix(nn.Module):
         conv_state = None if cache is None else cache.conv_state
         ssm_state = None if cache is None else cache.ssm_state
         mixed = causal_conv1d(xBC_BLC, weights.conv_CK, weights.conv_bias_C, ids, conv_state)
-        inner, groups = self.num_heads * self.head_size, self.num_groups * self.state_size
-        x, B, C = mixed.split([inner, groups, groups], dim=-1)
+        x, B, C = self.parts(mixed)
         y_BLHP, final_state = ssd_scan(
-            x.unflatten(-1, (self.num_heads, self.head_size)),
+            x,
             dt_BLH,
             weights.A_H,
-            B.unflatten(-1, (self.num_groups, self.state_size)),
-            C.unflatten(-1, (self.num_groups, self.state_size)),
+            B,
+            C,
             weights.D_H,
             weights.dt_bias_H,
             ids,
@@ -119,18 +118,24 @@ class LocalMix(nn.Module):
             cache.ssm_state = final_state
         return y_BLHP.flatten(-2)
 
+    def parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..., H, P], B and C [..., G, N] out of the convolution's channels."""
+        inner, groups = self.num_heads * self.head_size, self.num_groups * self.state_size
+        x, B, C = mixed.split([inner, groups, groups], dim=-1)
+        states = (self.num_groups, self.state_size)
+        return x.unflatten(-1, (self.num_heads, self.head_size)), B.unflatten(-1, states), C.unflatten(-1, states)
+
     def _step(self, xBC_BC: Tensor, dt_BH: Tensor, weights: MixWeights, cache: MixCache) -> Tensor:
         """The same for one token a row, without the machinery of chunks."""
         mixed, cache.conv_state = causal_conv1d_step(cache.conv_state, xBC_BC, weights.conv_CK, weights.conv_bias_C)
-        inner, groups = self.num_heads * self.head_size, self.num_groups * self.state_size
-        x, B, C = mixed.split([inner, groups, groups], dim=-1)
+        x, B, C = self.parts(mixed)
         y_BHP, cache.ssm_state = ssd_step(
             cache.ssm_state,
-            x.unflatten(-1, (self.num_heads, self.head_size)),
+            x,
             dt_BH,
             weights.A_H,
-            B.unflatten(-1, (self.num_groups, self.state_size)),
-            C.unflatten(-1, (self.num_groups, self.state_size)),
+            B,
+            C,
             weights.D_H,
             weights.dt_bias_H,
             dt_limit=self.dt_limit,
