@@ -78,10 +78,11 @@ def meshes_start_alike(context: Context) -> None:
 
 @case(2, 4)
 def meshes_have_one_gradient(context: Context) -> None:
-    """Loss, global gradient, each tensor and counts, in microbatches, with every kind of recomputation."""
+    """Loss, global gradient, each tensor and counts, in microbatches, with every kind of recomputation in turn."""
     loss, expected, counts = reference(context)
-    for mesh in meshes(context):
-        for recompute, size in (("none", 1), ("selective", 2), ("full", ROWS // data_coordinates(mesh)[1])):
+    for index, mesh in enumerate(meshes(context)):
+        kinds = [("none", 1), ("selective", 2), ("full", ROWS // data_coordinates(mesh)[1])]
+        for recompute, size in kinds if len(mesh.axes) > 3 else kinds[index % 3 :][:1]:  # all with expert and context
             model = sharded(mesh, config=EIGHT, recompute=recompute)
             batches = own_batches(0, mesh, size)
             for every in (False, True):

@@ -63,6 +63,11 @@ class Mesh:
             found[EXPERT] = self.experts[EXPERT].size()
         return found
 
+    @property
+    def leads_rows(self) -> bool:
+        """Whether what belongs to whole rows is counted here: of the ranks that share rows, one does."""
+        return self.context is None or self.context.get_local_rank() == 0
+
     def sharding(self, *, experts: bool = False) -> DeviceMesh:
         """The axes along which parameters are copied and sharded; one axis where there is a single copy."""
         mesh, axis = (self.experts, EXPERT_SHARD) if experts else (self.dense, SHARD)

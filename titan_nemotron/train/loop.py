@@ -98,7 +98,7 @@ def report(
         ends or (training.validation_interval > 0 and step % training.validation_interval == 0)
     )
     logs = ends or validates or result.skipped or step == 1 or step % run.job.metrics.interval == 0
-    bad_records = run.ranks.total(run.loader.bad.count) if logs else 0
+    bad_records = run.ranks.total(run.loader.bad.count * run.ranks.mesh.leads_rows) if logs else 0
     record = None
     if metrics is not None:
         metrics.count(result, data_wait)

@@ -23,7 +23,7 @@ def split_rows(model: nn.Module, mesh: DeviceMesh) -> None:
     group, degree = mesh.get_group(), mesh.size()
     for name, module in model.named_modules():
         if isinstance(module, Mamba2):
-            module.mix = StatePassingMix(module.mix, group)  # type: ignore[assignment]
+            module.mix = StatePassingMix(module.mix, group)
         elif isinstance(module, Attention):
             heads, kv_heads = (p.weight.shape[0] // module.head_size for p in (module.q_proj, module.k_proj))
             if heads % degree or (kv_heads % degree and degree % kv_heads):
@@ -31,6 +31,6 @@ def split_rows(model: nn.Module, mesh: DeviceMesh) -> None:
                     f"parallel.context = {degree}: {name} has {heads} query heads on {kv_heads} key/value heads; use a "
                     "divisor of the query heads that divides, or is a multiple of, the key/value heads"
                 )
-            module.core = UlyssesAttention(module.core, group)  # type: ignore[assignment]
+            module.core = UlyssesAttention(module.core, group)
         elif isinstance(module, MoE):
             module.sequence_sum = lambda stats_BE: summed(stats_BE, group)  # type: ignore[method-assign]

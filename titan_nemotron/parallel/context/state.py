@@ -11,31 +11,40 @@ Shapes: P ranks, B rows, l positions of this rank, C channels, K taps, H heads o
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_nemotron.layout import DocumentLayout
+from titan_nemotron.models.layers.cache import MixCache
 from titan_nemotron.models.layers.mamba2 import LocalMix, MixWeights
 from titan_nemotron.ops.conv import causal_conv1d
 from titan_nemotron.ops.ssd import ssd_scan
 from titan_nemotron.parallel.context.exchange import gathered, handed_on
 
 
-class StatePassingMix(nn.Module):
-    """LocalMix over the ranks of a context group."""
+class StatePassingMix(LocalMix):
+    """LocalMix over the ranks of a context group; decoding splits no rows, and is LocalMix's."""
 
     def __init__(self, local: LocalMix, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.local, self.group = local, group
+        sizes = (local.num_heads, local.head_size, local.num_groups, local.state_size)
+        super().__init__(*sizes, local.chunk_size, local.dt_limit)
+        self.group = group
 
     def forward(
-        self, xBC_BlC: Tensor, dt_BlH: Tensor, weights: MixWeights, layout: DocumentLayout, *, cache: None = None
+        self,
+        xBC_BlC: Tensor,
+        dt_BlH: Tensor,
+        weights: MixWeights,
+        layout: DocumentLayout,
+        *,
+        cache: MixCache | None = None,
     ) -> Tensor:
         """This rank's positions of y, [B, l, H D]."""
-        assert cache is None, "decoding splits no rows"
+        if cache is not None:
+            return super().forward(xBC_BlC, dt_BlH, weights, layout, cache=cache)
         mixed = causal_conv1d(
             xBC_BlC, weights.conv_CK, weights.conv_bias_C, layout.local_ids, self.halo(xBC_BlC, weights, layout)
         )
-        x, B, C = self.local.parts(mixed)
+        x, B, C = self.parts(mixed)
         y_BlHD, state_BHDN = ssd_scan(
             x,
             dt_BlH,
@@ -45,8 +54,8 @@ class StatePassingMix(nn.Module):
             weights.D_H,
             weights.dt_bias_H,
             layout.local_ids,
-            chunk_size=self.local.chunk_size,
-            dt_limit=self.local.dt_limit,
+            chunk_size=self.chunk_size,
+            dt_limit=self.dt_limit,
         )
         log_decay_BlH = self.log_decay(dt_BlH, weights, layout)
         start_BHDN = self.start(state_BHDN, log_decay_BlH[:, -1], layout)
@@ -65,7 +74,7 @@ class StatePassingMix(nn.Module):
     def log_decay(self, dt_BlH: Tensor, weights: MixWeights, layout: DocumentLayout) -> Tensor:
         """[B, l, H] fp64: sum of d A from the part's start through t; padding does not decay."""
         dtype = torch.promote_types(dt_BlH.dtype, torch.float32)
-        d = F.softplus(dt_BlH.to(dtype) + weights.dt_bias_H.to(dtype)).clamp(*self.local.dt_limit)
+        d = F.softplus(dt_BlH.to(dtype) + weights.dt_bias_H.to(dtype)).clamp(*self.dt_limit)
         return (d * layout.valid[..., None] * weights.A_H.to(dtype)).double().cumsum(1)
 
     def start(self, state_BHDN: Tensor, log_decay_BH: Tensor, layout: DocumentLayout) -> Tensor:
