@@ -82,3 +82,20 @@ def test_tokens_that_are_not_scored_are_no_targets() -> None:
 def test_impossible_ids_are_refused(ids: torch.Tensor, message: str) -> None:
     with pytest.raises(UserError, match=message):
         DocumentLayout.from_document_ids(ids)
+
+
+def test_parts_of_rows_have_the_targets_of_the_whole() -> None:
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 50, (2, 15), generator=random)
+    documents = (torch.rand(2, 15, generator=random) < 0.3).cumsum(1)
+    documents[1, 9:] = -1
+    batch = Batch.from_rows(tokens, documents, length=12, mtp_depths=2, target_bytes=7)
+    parts = [batch.shard(rank, 3) for rank in range(3)]
+    for name in ("tokens", "labels", "mtp_tokens", "mtp_labels"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts], dim=-1), getattr(batch, name)), name
+    assert torch.equal(torch.cat([part.layout.valid for part in parts], dim=1), batch.layout.valid)
+    assert sum(part.num_targets for part in parts) == batch.num_targets
+    for depth, number in enumerate(batch.num_mtp_targets):
+        assert sum(part.num_mtp_targets[depth] for part in parts) == number
+    assert sum(part.target_bytes for part in parts) == 7
+    assert torch.equal(parts[1].layout.whole.valid, batch.layout.valid)

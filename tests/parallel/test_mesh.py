@@ -29,12 +29,16 @@ def test_one_process_without_a_launcher(alone: None) -> None:
 
 
 def test_a_degree_that_the_ranks_cannot_form(alone: None) -> None:
-    with pytest.raises(UserError, match=r"parallel\.shard = 3: 1 processes run and replicate is 1; possible: -1 or 1"):
+    with pytest.raises(
+        UserError, match=r"parallel\.shard = 3: 1 processes run, replicate is 1 and context is 1; .* -1 or 1"
+    ):
         build_mesh(ParallelConfig(shard=3), CPU)
     with pytest.raises(UserError, match=r"parallel\.replicate = 2: does not divide the 1 processes; possible: 1$"):
         build_mesh(ParallelConfig(replicate=2), CPU)
     with pytest.raises(UserError, match=r"parallel\.expert = 2: does not divide the 1 ranks that share a copy"):
         build_mesh(ParallelConfig(expert=2), CPU)
+    with pytest.raises(UserError, match=r"parallel\.context = 2: does not divide the 1 ranks that share a copy"):
+        build_mesh(ParallelConfig(context=2), CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda sees a GPU")

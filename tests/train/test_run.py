@@ -153,6 +153,19 @@ def test_bad_records_are_those_of_all_ranks(launcher: Launcher) -> None:
     assert one[0] < one[-1]
 
 
+def test_rows_and_experts_over_two_ranks_are_the_same_run(launcher: Launcher) -> None:
+    """Losses, validation, tokens and a completion of one process, when two share the rows and the experts."""
+    flags = ["--training.steps", "3", "--metrics.interval", "1"]
+    launcher.run("--job.name", "alone", *flags)
+    launcher.run("--job.name", "split", *flags, "--parallel.context", "2", "--parallel.expert", "2", ranks=2)
+    alone, split = (records(launcher.of(name)) for name in ("alone", "split"))
+    for one, two in zip(alone, split, strict=True):
+        assert one["tokens"] == two["tokens"]
+        for key in ("loss", "auxiliary_loss", "grad_norm", "validation_loss", "bits_per_byte"):
+            if key in one:
+                assert two[key] == pytest.approx(one[key], rel=1e-4), key
+
+
 def test_validation_and_profiling_change_nothing(finished: Path, launcher: Launcher) -> None:
     """Neither weights nor router biases; a run without any validation ends bitwise the same."""
     launcher.run("--job.name", "unvalidated", "--training.validation_rows", "0", "--metrics.profile", "2", "3")
