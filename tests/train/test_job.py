@@ -26,7 +26,7 @@ COMBINATIONS = {
     "[training]\nmicrobatch_size = 3": "job.toml:2: training.microbatch_size = 3: does not divide global_batch_size = "
     "8; make one a multiple of the other",
     "[schedule]\nkind = 'wsd'": "job.toml:1: schedule.decay_steps = 0: wsd needs the number of steps of its decay",
-    "[parallel]\ncontext = 3": "job.toml:2: parallel.context = 3: does not divide training.sequence_length = 512; change "
+    "[parallel]\ncontext = 3": "job.toml:2: parallel.context = 3: does not divide training.sequence_length = 1024; change "
     "one of them",
     "[training]\nsequence_length = 8\n[parallel]\ncontext = 4": "job.toml:4: parallel.context = 4: parts of 2 tokens are "
     "shorter than the convolution's reach of 3; lower it or raise training.sequence_length",
