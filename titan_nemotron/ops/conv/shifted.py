@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan_nemotron.ops.opaque import opaque
 
-BLOCK = 64  # positions
+BLOCK = 128  # positions
 
 
 def shifted_sum(
