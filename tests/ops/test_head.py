@@ -13,6 +13,7 @@ from titan_nemotron.ops.head import linear_cross_entropy, linear_logprobs
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(ops, "ROWS", {"cpu": 4})
+    monkeypatch.setattr(ops, "LOGITS", 64)
     monkeypatch.setattr(ops, "CACHE", 64)
 
 

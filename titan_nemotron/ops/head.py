@@ -117,7 +117,8 @@ class _LinearLogprobs(torch.autograd.Function):
 # and fp32 sums.
 
 ROWS = {"cpu": 256, "cuda": 1024}  # tokens of a chunk: enough to keep the matrix products busy
-CACHE = 2**20  # logits that a CPU's cache holds: smaller vocabularies have larger chunks
+LOGITS = 2**22  # logits of a chunk, 16 MiB: smaller vocabularies have larger chunks
+CACHE = 2**20  # logits that are worked off while a CPU's cache holds them
 
 
 def _operand_dtype(h: Tensor) -> torch.dtype:
@@ -128,7 +129,7 @@ def _operand_dtype(h: Tensor) -> torch.dtype:
 def _chunks(h_TD: Tensor, w_VD: Tensor, targets_T: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """(places, hidden states, logits, targets) of the scored tokens; the logits are overwritten by the next chunk's."""
     places_T = (targets_T != IGNORED).nonzero()[:, 0]
-    rows = max(ROWS[h_TD.device.type], CACHE // len(w_VD))
+    rows = max(ROWS[h_TD.device.type], LOGITS // len(w_VD))
     buffer = h_TD.new_empty(min(rows, len(places_T)), len(w_VD), dtype=torch.float32)
     for places_C in places_T.split(rows):
         h_CD = h_TD.index_select(0, places_C).to(w_VD.dtype)
