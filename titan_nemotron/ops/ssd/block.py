@@ -211,14 +211,18 @@ class Block:
         # between the chunks
         states = self.chain(self.x_leaving, self.B, initial_state_bhPN, reverse=False)
         dstates = self.chain(dy_entering, self.C, dfinal_state_bhPN, reverse=True)
-        before, dafter = self.state_matrices(states[:-1]), self.state_matrices(dstates[1:])
+        dafter = self.state_matrices(dstates[1:])
         dB = torch.bmm(dscores.mT, self.C).baddbmm_(self.matrices(self.x_leaving), dafter)
-        dC = torch.bmm(dscores, self.B).baddbmm_(self.matrices(dy_entering), before)
+        dC, entering = torch.bmm(dscores, self.B), cut.by_head(grads.entering_BLH)
+        for head, states_head in enumerate(states[:-1].unflatten(2, (-1, self.shape[4])).unbind(3)):
+            dC_head = torch.bmm(dy_entering[..., head, :].flatten(0, 2), states_head.flatten(0, 2))
+            dC.add_(dC_head)
+            # by head, because what ends at a position is its C times the gradient of C that the states give
+            entering[..., head] = dC_head.mul_(self.C).sum(-1).view(self.shape[:4])
         cut.by_group(grads.dB_BLGN).copy_(dB.view(*self.shape[:4], -1))
         cut.by_group(grads.dC_BLGN).copy_(dC.view(*self.shape[:4], -1))
-        entering = torch.bmm(self.C, before.mT).view(self.shape).mul_(dy_entering)
-        torch.sum(entering, -1, out=cut.by_head(grads.entering_BLH))
-        passing = self.through[..., 0, 0] * (states[:-1] * dstates[1:]).sum((-1, -2))
+        # what is no longer needed gives its memory: states here, dinside below
+        passing = self.through[..., 0, 0] * states[:-1].mul_(dstates[1:]).sum((-1, -2))
         grads.passing_BcH[cut.rows, :, cut.heads] = passing.transpose(0, 1)
         grads.dinitial_state_BHPN[cut.rows, cut.heads] = dstates[0]
         # x
@@ -227,4 +231,4 @@ class Block:
         dx.addcmul_(dleaving, self.x_leaving_factor).addcmul_(dy, self.skip)
         torch.sum(dinside.mul_(self.x), -1, out=cut.by_head(grads.x_inside_BLH))
         torch.sum(dleaving.mul_(self.x), -1, out=cut.by_head(grads.x_leaving_BLH))
-        torch.sum(dy * self.x, -1, out=cut.by_head(grads.skip_BLH))
+        torch.sum(torch.mul(dy, self.x, out=dinside), -1, out=cut.by_head(grads.skip_BLH))
