@@ -78,6 +78,7 @@ class DocumentLayout:
         return cls.from_document_ids(torch.zeros(num_rows, length, dtype=torch.int32)).to(device)
 
     def to(self, device: torch.device | str) -> "DocumentLayout":
+        """A copy on `device`, without what was derived here: masks lie on the device they were made for."""
         move = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
         return replace(
             self,
@@ -250,6 +251,7 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> "Batch":
+        """A copy on `device`; the counts stay Python integers. From pinned memory the transfer does not block."""
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
             for name in ("tokens", "labels", "mtp_tokens", "mtp_labels")

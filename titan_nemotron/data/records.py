@@ -20,6 +20,8 @@ class Record(NamedTuple):
 
 
 class Source(Protocol):
+    """Where documents come from: what both kinds below can say about their records."""
+
     def keys(self, start: int, stop: int) -> np.ndarray:
         """uint64 hashes of the records' names: decide what is held out, the same on every machine."""
 
@@ -29,6 +31,8 @@ class Source(Protocol):
 
 @runtime_checkable
 class IndexedSource(Source, Protocol):
+    """A source that gives any record by its number."""
+
     num_records: int
 
     def record(self, index: int, piece: int = 0) -> Record:
@@ -37,6 +41,8 @@ class IndexedSource(Source, Protocol):
 
 @runtime_checkable
 class StreamedSource(Source, Protocol):
+    """A source that can only be read from front to back."""
+
     def records(self, start: int, cursor: Any = None) -> Iterator[Record]:
         """The records from number `start` on; `cursor`, when given, is what `cursor()` returned before that record."""
 

@@ -38,7 +38,9 @@ class Losses(NamedTuple):
 class Model(Protocol):
     """A family's model is an nn.Module with these methods (see models/nemotron3/model.py for the shapes)."""
 
-    def loss(self, batch: Batch, replay: dict[str, Tensor] | None = None) -> Losses: ...
+    def loss(self, batch: Batch, replay: dict[str, Tensor] | None = None) -> Losses:
+        """Forward over a batch, its losses as sums; replay: expert indices of each routed call, instead of the router's."""
+        ...
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """The units of recomputation, compilation and sharding, by parameter prefix."""

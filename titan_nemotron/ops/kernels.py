@@ -79,5 +79,8 @@ def configure(config: KernelsConfig) -> None:
 
 
 def describe(device: str) -> list[str]:
-    """One line for each op: the path it takes on `device`, and whether it was forced."""
+    """One line for each op: the path it takes on `device`, and whether it was forced.
+
+    Raises UserError when a forced path does not run there.
+    """
     return [f"{op}: {_select(op, device)}{' (forced)' if op in _forced else ''}" for op in PATHS]

@@ -14,8 +14,9 @@ from titan_nemotron.ops.attention import attention, cached_attention
 
 
 class LocalAttention(nn.Module):
-    """The attention core when every rank holds whole rows; parallelism swaps this submodule.
+    """softmax(scale q k^T) v inside each document, causal, when every rank holds whole rows; parallelism swaps it.
 
+    window: position i sees j only when i - j <= window; None: no bound inside the document.
     latent, expand: for families that keep a compressed key/value latent and expand it inside the core; unused here.
     """
 
@@ -67,6 +68,10 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, layout: DocumentLayout, cache: AttentionCache | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """[B, L, D] -> [B, L, D] in x's dtype, and {"max_logit_H": [H]} where the core monitors logits, else {}.
+
+        With a cache the new positions also see what it holds, and are added to it.
+        """
         q, k, v = (
             projection(x_BLD).unflatten(-1, (-1, self.head_size))
             for projection in (self.q_proj, self.k_proj, self.v_proj)

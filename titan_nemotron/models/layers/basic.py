@@ -24,6 +24,7 @@ class Linear(nn.Module):
         self.initial: dict[str, Rule] = {"weight": normal(std), "bias": constant(0.0)}
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], in x's dtype."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return linear(x, self.weight.to(x.dtype), bias)
 
@@ -37,6 +38,7 @@ class Embedding(nn.Module):
         self.initial: dict[str, Rule] = {"weight": normal(std)}
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Integers [...] -> [..., model size], in the table's dtype."""
         return F.embedding(tokens, self.weight)
 
 
@@ -52,6 +54,7 @@ class RMSNorm(nn.Module):
         self.initial: dict[str, Rule] = {"weight": constant(1.0)}
 
     def forward(self, x: Tensor) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dim, [..., size] -> [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -63,6 +66,7 @@ class GatedRMSNorm(RMSNorm):
         self.group_size = group_size
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:  # type: ignore[override]
+        """y and gate z, both [..., size] -> [..., size]."""
         return gated_rms_norm(y, z, self.weight, self.group_size, self.eps)
 
 

@@ -37,6 +37,7 @@ class DepthwiseConv(nn.Module):
         self.initial: dict[str, Rule] = {"weight": uniform(taps**-0.5), "bias": uniform(taps**-0.5)}
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [C, K] and bias [C] or None, as the operation takes them."""
         return self.weight.squeeze(1), self.bias
 
 
@@ -57,6 +58,7 @@ class StateSpace(nn.Module):
         }
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A = -exp(A_log), at least fp32; D; dt_bias: each [H]."""
         dtype = torch.promote_types(self.A_log.dtype, torch.float32)
         # clone: an alias of a sharded parameter's storage would be freed under the backward's feet
         return -torch.exp(self.A_log.to(dtype)), self.D.clone(), self.dt_bias.clone()
@@ -178,6 +180,7 @@ class Mamba2(nn.Module):
     def forward(
         self, x_BLD: Tensor, layout: DocumentLayout, cache: MixCache | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """[B, L, D] -> [B, L, D] in x's dtype, and no statistics. With a cache the rows continue it, and it moves on."""
         z, xBC, dt = self.in_proj(x_BLD).split(self.sections, dim=-1)
         y = self.mix(xBC, dt, MixWeights(*self.conv1d(), *self.ssm()), layout, cache=cache)
         return self.out_proj(self.norm(y, z)), {}

@@ -16,6 +16,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(hidden, size, bias=bias, std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in x's dtype."""
         return self.down_proj(relu2(self.up_proj(x)))
 
 
@@ -23,4 +24,5 @@ class MLPMixer(MLP):
     """The MLP as a block's mixer: it crosses no tokens and has no statistics."""
 
     def forward(self, x_BLD: Tensor, layout: DocumentLayout, cache: None = None) -> tuple[Tensor, dict[str, Tensor]]:  # type: ignore[override]
+        """[B, L, D] -> [B, L, D]; layout and cache are not read."""
         return super().forward(x_BLD), {}

@@ -149,6 +149,7 @@ class Experts(nn.Module):
         return weight
 
     def forward(self, x_RD: Tensor, weights_R: Tensor, offsets_E: Tensor) -> Tensor:
+        """Rows sorted by expert [R, D] -> [R, D] in x's dtype, weighted by weights_R; see ops.experts.relu2_experts."""
         up, down = (self.part(weight).to(x_RD.dtype) for weight in (self.up_proj, self.down_proj))
         return relu2_experts(x_RD, up, down, weights_R, offsets_E)
 

@@ -20,6 +20,8 @@ def importable(path: str) -> bool:
 
 
 class Nemotron3Config(Table):
+    """[model.config] of the family: sizes and constants, with the defaults of this file."""
+
     pattern: str = Field(
         "MEM*E", description="One letter a block: M Mamba-2, * attention, E mixture of experts, - MLP."
     )

@@ -18,6 +18,10 @@ from titan_nemotron.ops.opaque import opaque
 def attention_by_documents(
     q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, document_ids_BL: Tensor, scale: float, window: int | None
 ) -> Tensor:
+    """ops.attention.attention on a CPU: q [B, L, H, D], k and v [B, L, K, D or Dv], ids [B, L] -> [B, L, H, Dv].
+
+    Output in q's dtype, 0 at padding. Source: PyTorch's flash attention for CPUs, forward and backward.
+    """
     size, size_v = q_BLHD.shape[-1], v_BLKD.shape[-1]
     # The fused kernel wants one head size; zeros change neither a score nor an output that is kept.
     q, k, v = (F.pad(tensor, (0, max(size, size_v) - tensor.shape[-1])) for tensor in (q_BLHD, k_BLKD, v_BLKD))

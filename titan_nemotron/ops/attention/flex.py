@@ -16,6 +16,10 @@ from titan_nemotron.layout import DocumentLayout
 def attention_by_flex(
     q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, layout: DocumentLayout, scale: float, window: int | None
 ) -> Tensor:
+    """ops.attention.attention on a GPU: q [B, L, H, D], k and v [B, L, K, D or Dv] -> [B, L, H, Dv], 0 at padding.
+
+    Source: torch.nn.attention.flex_attention. The block mask is made once for each layout and window, and kept there.
+    """
     # Inside a compiled block the call is traced with the rest; outside, uncompiled flex attention would build all scores.
     attend = _flex_attention() if torch.compiler.is_compiling() else _compiled_flex_attention()
     block_mask = layout.derived.get(("block mask", window))

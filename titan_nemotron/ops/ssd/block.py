@@ -66,6 +66,10 @@ class Decays:
     def build(
         cls, d_BLH: Tensor, A_H: Tensor, D_H: Tensor, valid_BL: Tensor, segments_BL: Tensor, chunk: int
     ) -> "Decays":
+        """From time steps d [B, L, H], A and D [H], valid [B, L] bool, segments [B, L] int; chunk divides L.
+
+        a_t = d_t A_h, bounded below by -200. The fields are fp32.
+        """
         segment, valid = segments_BL.unflatten(1, (-1, chunk)), valid_BL[..., None]
         before = torch.cat([torch.zeros_like(segment[:, :1, -1]), segment[:, :-1, -1]], dim=1)
         sees = (segment[..., :, None] == segment[..., None, :]).tril_()
@@ -153,6 +157,7 @@ class Block:
         return states.view(-1, self.shape[4] * self.shape[5], states.shape[-1])
 
     def masked(self, scores_KQQ: Tensor) -> Tensor:
+        """scores [K, Q, Q], in place, with 0 where row t does not see column s."""
         return scores_KQQ.view(*self.shape[:4], -1).mul_(self.sees).flatten(0, 2)
 
     def inner_decay(self, head: int) -> Tensor:
