@@ -24,6 +24,10 @@ CASES = {
         "[training]\nstesp = 5",
         ["job.toml:2: training.stesp = 5: unknown key; did you mean steps?"],
     ),
+    "key inside the given one": (
+        "[training]\nnum_steps_max = 5",
+        ["job.toml:2: training.num_steps_max = 5: unknown key; did you mean steps?"],
+    ),
     "key of another table": (
         "[training]\nlearning_rate = 1e-4",
         ["job.toml:2: training.learning_rate = 0.0001: unknown key; did you mean [optimizer] learning_rate?"],

@@ -174,7 +174,8 @@ def default_of(field: FieldInfo) -> Any:
 def nearest(table: type[Table], path: Path) -> str | None:
     """The key that was probably meant by an unknown one, as a dotted path.
 
-    In this order: the same name in another table, a similar name in the same table, a similar path anywhere.
+    In this order: the same name in another table, a similar name in the same table or one that holds
+    the other, a similar path anywhere.
     """
     known = [dotted(found) for found, _ in leaves(table)]
     name, parent = str(path[-1]), lookup(table, path[:-1])
@@ -184,8 +185,9 @@ def nearest(table: type[Table], path: Path) -> str | None:
     around = next((member for member in members(annotation_of(parent)) if is_table(member)), None)
     if around:
         similar = difflib.get_close_matches(name, around.model_fields, n=1, cutoff=0.6)
+        similar = similar or [key for key in around.model_fields if len(key) > 3 and (key in name or name in key)]
         if similar:
-            return dotted((*path[:-1], similar[0]))
+            return dotted((*path[:-1], max(similar, key=len)))
     similar = difflib.get_close_matches(name, {key.split(".")[-1] for key in known}, n=1, cutoff=0.75)
     if similar:
         return nearest(table, (*path[:-1], similar[0]))
