@@ -1,11 +1,15 @@
 """Records on disk and on the console."""
 
+import io
 import json
 import math
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
+from titan_nemotron.train.heatmap import CELL, GREY, LEAST_CELL, expert_heatmap, png
 from titan_nemotron.train.metrics import duration, expert_load, format_record, header, open_truncated, short
 
 
@@ -25,7 +29,26 @@ def test_load_of_experts_in_multiples_of_an_even_one() -> None:
     counts = {"layers.1": torch.tensor([2.0, 4, 4, 6]), "layers.3": torch.tensor([0.0, 0, 0, 8])}
     load = expert_load(counts)
     assert load["expert_load"] == {"layers.1": [0.5, 1.0, 1.5], "layers.3": [0.0, 0.0, 4.0]}
+    assert load["max_violations"] == {"layers.1": 0.5, "layers.3": 3.0}
     assert load["max_violation"] == 3.0
+    assert load["dead_experts"] == {"layers.1": 0, "layers.3": 3}
+
+
+def test_heat_map_of_the_load() -> None:
+    """Rows are calls and columns experts: no token black, even white, much red, grey where a call has no such expert."""
+    image = expert_heatmap({"layers.1": torch.tensor([0.0, 4, 4, 4, 8]), "layers.3": torch.tensor([0.0, 0, 0, 12])})
+    assert image.dtype == np.uint8
+    cells = image[CELL // 2 : 2 * CELL : CELL, CELL // 2 :: CELL].tolist()
+    black, white, orange, red, grey = [0, 0, 0], [255] * 3, [250, 140, 30], [130, 0, 20], [GREY] * 3
+    assert cells == [[black, white, white, white, orange], [black, black, black, red, grey]]
+    assert image[-1, 0].tolist() == black and image[-1, -1].tolist() == red  # the scale
+    assert expert_heatmap({"layers.1": torch.ones(512)}).shape[1] == 512 * LEAST_CELL
+
+
+def test_a_png_holds_every_pixel() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
+    decoder = pytest.importorskip("PIL.Image", reason="Pillow decodes")
+    assert (np.asarray(decoder.open(io.BytesIO(png(image)))) == image).all()
 
 
 def test_lines_fit_a_narrow_terminal() -> None:

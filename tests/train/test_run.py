@@ -58,13 +58,18 @@ def test_tensorboard_has_every_number_of_the_records(finished: Path) -> None:
     def written(tag: str) -> list[tuple[int, float]]:
         return [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
 
-    for key in lines[0].keys() - {"step", "mtp_losses", "expert_load"}:
+    for key in lines[0].keys() - {"step", "mtp_losses", "expert_load", "max_violations", "dead_experts"}:
         assert written(key) == [(line["step"], line[key]) for line in lines]
     for depth in range(2):
         assert written(f"mtp_losses/{depth}") == [(line["step"], line["mtp_losses"][depth]) for line in lines]
     for place, name in enumerate(("min", "median", "max")):
         loads = [(line["step"], line["expert_load"]["mtp.1.layers.1"][place]) for line in lines]
         assert written(f"expert_load_{name}/mtp.1.layers.1") == loads
+    for key in ("max_violations", "dead_experts"):
+        assert written(f"{key}/layers.1") == [(line["step"], line[key]["layers.1"]) for line in lines]
+    pictures = events.Images("expert_load")
+    assert [picture.step for picture in pictures] == [1, 4, 8, 12]  # the first record, and validations
+    assert all(picture.encoded_image_string.startswith(b"\x89PNG") for picture in pictures)
     assert written("bits_per_byte") == [(line["step"], line["bits_per_byte"]) for line in lines[3::4]]
 
 

@@ -106,7 +106,7 @@ def report(
     validation = validated(run, step) if validates else None
     if metrics is not None:
         if record is not None:
-            metrics.write(record, validation)
+            metrics.write(record, result.counts, validation)
         if result.skipped:
             metrics.note(f"step {step} skipped: its loss or gradient was not finite ({progress.skipped} so far)")
         metrics.progress(step)

@@ -18,6 +18,7 @@ from titan_nemotron.train.step import StepResult
 from titan_nemotron.train.validation import Validation
 
 HEADER_EVERY = 30  # lines
+HEATMAP_EVERY = 20  # records
 
 
 class Metrics:
@@ -40,6 +41,7 @@ class Metrics:
         self._last_time = time.perf_counter()
         self._last_step, self._tokens, self._wait = resumed, 0, 0.0
         self._total_tokens, self._seconds = 0, 0.0
+        self._num_records = 0
 
     def count(self, result: StepResult, data_wait: float) -> None:
         """Count a step; data_wait: seconds it waited for its batches."""
@@ -76,14 +78,23 @@ class Metrics:
         self._last_step, self._tokens, self._wait = step, 0, 0.0
         return record
 
-    def write(self, record: dict[str, Any], validation: Validation | None) -> None:
-        """Write a record everywhere; what comes after it is not counted as time of the next."""
+    def write(self, record: dict[str, Any], counts: Mapping[str, Tensor], validation: Validation | None) -> None:
+        """Write a record everywhere; what comes after it is not counted as time of the next.
+
+        counts: tokens of the experts of each routed call; drawn as a heat map when the step validates, in the first record
+        and in every HEATMAP_EVERY-th after it.
+        """
         if validation is not None:
             record = record | {"validation_loss": validation.loss, "bits_per_byte": validation.bits_per_byte}
         self._file.write(json.dumps(_finite(record)) + "\n")
         self._file.flush()
         for tag, value in _scalars(record):
             self._board.add_scalar(tag, value, record["step"])
+        if counts and (validation is not None or self._num_records % HEATMAP_EVERY == 0):
+            from titan_nemotron.train.heatmap import add_heatmap, expert_heatmap
+
+            add_heatmap(self._board, "expert_load", expert_heatmap(counts), record["step"])
+        self._num_records += 1
         self._console.line(format_record(record), header(record))
         if validation is not None:
             self._console.line(f"validation at step {record['step']}: {validation}")
@@ -123,15 +134,24 @@ def _step_of(line: str) -> float:
 
 
 def expert_load(counts: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Tokens of the least, the middle and the most loaded expert of each routed call, as multiples of an even load.
+    """How evenly the experts of each routed call are loaded, by call.
 
-    max_violation is the largest (max - mean) / mean over the calls (MaxVio).
+    expert_load      least, middle and most loaded expert, as multiples of an even load
+    max_violations   (max - mean) / mean (MaxVio); max_violation is the largest of them
+    dead_experts     how many had no token
     """
-    loads = {}
+    loads, dead = {}, {}
     for call, count_E in counts.items():
         load_E = (count_E / count_E.mean().clamp(min=1e-9)).sort().values
         loads[call] = [round(float(load_E[i]), 4) for i in (0, len(load_E) // 2, -1)]
-    return {"expert_load": loads, "max_violation": max(load[-1] for load in loads.values()) - 1}
+        dead[call] = int((count_E == 0).sum())
+    violations = {call: round(load[-1] - 1, 4) for call, load in loads.items()}
+    return {
+        "expert_load": loads,
+        "max_violations": violations,
+        "max_violation": max(violations.values()),
+        "dead_experts": dead,
+    }
 
 
 def memory_gib(device: torch.device) -> float:
@@ -157,6 +177,8 @@ def _scalars(record: dict[str, Any]) -> list[tuple[str, float]]:
         if key == "expert_load":
             for call, load in value.items():
                 found += [(f"expert_load_{name}/{call}", item) for name, item in zip(("min", "median", "max"), load)]
+        elif isinstance(value, dict):
+            found += [(f"{key}/{call}", float(item)) for call, item in value.items()]
         elif isinstance(value, list):
             found += [(f"{key}/{index}", item) for index, item in enumerate(value)]
         elif key != "step":
