@@ -223,6 +223,34 @@ def test_dry_run(launcher: Launcher) -> None:
         assert part in text
 
 
+PLANS = {
+    "--parallel.context 2 --parallel.expert 8": "mesh: replicate 1, shard 32, context 2, expert 8 on cpu",
+    "--parallel.replicate 4 --parallel.expert 4 --compile.enable": "mesh: replicate 4, shard 16, expert 4 on cpu",
+}
+NO_PLANS = {
+    "--parallel.replicate 3": "parallel.replicate = 3: does not divide the 64 processes; possible: 1, 2, 4, 8, 16, 32, 64",
+    "--parallel.replicate 2 --parallel.context 3": "parallel.context = 3: does not divide the 32 ranks that share a copy",
+    "--parallel.expert 16": "parallel.expert = 16: does not divide the 8 experts of layers.1.mixer; possible: 1, 2, 4, 8",
+    "--parallel.shard 7": "parallel.shard = 7: 64 processes run, replicate is 1 and context is 1; possible: -1 or 64",
+}
+
+
+def test_dry_run_plans_for_ranks_that_do_not_exist(launcher: Launcher) -> None:
+    flags = "--job.name planned --dry-run --parallel.world 64 --model.flavor debug --model.config.n_routed_experts 8"
+    flags += " --training.global_batch_size 64"
+    flags += " --training.microbatch_size 1 --training.sequence_length 768 --data.streams 64"
+    for plan, expected in PLANS.items():
+        text = launcher.run(*flags.split(), *plan.split()).text
+        assert expected in text and "rank 0 holds" in text
+    for plan, expected in NO_PLANS.items():
+        launch = launcher(*flags.split(), *plan.split())
+        assert launch.wait() == [2]
+        assert expected in launch.text and "Traceback" not in launch.text
+    launch = launcher(*flags.replace("--dry-run ", "").split())
+    assert launch.wait() == [2]
+    assert "parallel.world = 64: is for a --dry-run; leave it out to train" in launch.text
+
+
 def test_dry_run_looks_into_initial_weights(finished: Path, launcher: Launcher, tmp_path: Path) -> None:
     """Names and shapes, from the headers alone: what would not load is one line for each tensor."""
     checkpoint = finished / "checkpoints" / "step-12"

@@ -43,6 +43,22 @@ def apply(
     dtype: what layers compute in. Master weights, gradients and their reduction are fp32. Modules with `stays_fp32`
     compute with fp32 weights. seed None leaves the weights empty: the caller loads every one of them.
     """
+    arrange(model, mesh, parallel=parallel, recompute=recompute, compile=compile, dtype=dtype)
+    materialise(model, mesh)
+    if seed is not None:
+        initialize(model, seed, local_part=local_part)
+
+
+def arrange(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    parallel: ParallelConfig,
+    recompute: RecomputeConfig,
+    compile: CompileConfig,
+    dtype: torch.dtype,
+) -> None:
+    """Everything of `apply` that needs no memory: parameters are sharded, and still on the meta device."""
     blocks = [block for _, block in cast(Model, model).blocks()]
     if mesh.experts is not None:
         spread_experts(model, mesh.experts[EXPERT])
@@ -53,9 +69,6 @@ def apply(
     if compile.enable:
         compile_blocks(blocks)
     shard(model, blocks, mesh, parallel.reshard_after_forward, dtype)
-    materialise(model, mesh)
-    if seed is not None:
-        initialize(model, seed, local_part=local_part)
 
 
 def compile_blocks(blocks: list[nn.Module]) -> None:

@@ -21,6 +21,8 @@ class ParallelConfig(Table):
     expert: Annotated[int, Field(gt=0)] = 1
     """Ranks, of those that share a copy, over which the experts of each layer are spread: tokens travel to them instead of
     weights. Divides the ranks of a copy and the number of experts."""
+    world: Annotated[int, Field(ge=0)] = 0
+    """Ranks that a --dry-run plans for, in one process; 0 is those that were started."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """A collective operation that takes longer than this ends the run."""
     reshard_after_forward: bool = True

@@ -102,6 +102,13 @@ def start_process_group(device: torch.device, timeout_seconds: float) -> None:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def plan_process_group(world: int) -> None:
+    """Be rank 0 of `world` ranks that do not exist: meshes and sharding can be made, and nothing is ever sent."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world)
+
+
 def build_mesh(config: ParallelConfig, device: torch.device) -> Mesh:
     """The mesh of all ranks. Raises UserError for degrees that they cannot form, with those that they can."""
     world = dist.get_world_size()

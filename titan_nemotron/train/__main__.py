@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m titan_ne
     try:
         options, rest = split(TrainOptions, Job, list(sys.argv[1:] if arguments is None else arguments), prog)
         job = load(Job, options.config, rest, prog)
-        job.check_ranks(int(os.environ.get("WORLD_SIZE", "1")))
+        if job.parallel.world and not options.dry_run:
+            raise UserError(f"parallel.world = {job.parallel.world}: is for a --dry-run; leave it out to train")
+        job.check_ranks(job.parallel.world or int(os.environ.get("WORLD_SIZE", "1")))
     except UserError as error:
         if rank_zero:
             print(as_errors(error), file=sys.stderr)
@@ -51,11 +53,11 @@ def run(job: Job, dry_run: bool = False) -> int:
     from titan_nemotron.train import plan
     from titan_nemotron.train.loop import train
     from titan_nemotron.train.metrics import fitted
-    from titan_nemotron.train.ranks import Ranks
+    from titan_nemotron.train.ranks import PlannedRanks, Ranks
 
     ranks = None
     try:
-        ranks = Ranks(job.job.device, job.parallel)
+        ranks = (PlannedRanks if job.parallel.world else Ranks)(job.job.device, job.parallel)
         if dry_run:
             lines = plan.dry_run(job, ranks)
             if ranks.rank == 0:
@@ -70,12 +72,12 @@ def run(job: Job, dry_run: bool = False) -> int:
         text, status = as_errors(error), MISTAKE
     except Exception as error:
         if ranks is not None:
-            ranks.watchdog.end_if_lost(error)
+            ranks.end_if_lost(error)
         raise
     if ranks is None:
         print(text, file=sys.stderr)
     else:
-        ranks.watchdog.say_once(text)
+        ranks.say_once(text)
     return status
 
 

@@ -67,8 +67,10 @@ class Job(Table):
 
     def check_ranks(self, num_processes: int) -> None:
         """What the tables say must fit the number of ranks. Raises UserError with a line for each mistake."""
+        if num_processes % self.parallel.context:
+            return  # parallel.mesh says so, with the degrees that are possible
         lines = []
-        num_ranks = max(1, num_processes // self.parallel.context)  # with rows of their own; the mesh checks the rest
+        num_ranks = num_processes // self.parallel.context  # with rows of their own
         rows, microbatch = self.training.global_batch_size, self.training.microbatch_size
         if rows % (microbatch * num_ranks):
             lines.append(

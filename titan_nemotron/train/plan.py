@@ -7,7 +7,9 @@ from titan_nemotron.checkpoint.load import check_weights, checkpoint_directory
 from titan_nemotron.models.family import Family
 from titan_nemotron.ops import kernels
 from titan_nemotron.optim import adamw
+from titan_nemotron.parallel.apply import arrange
 from titan_nemotron.parallel.mesh import data_coordinates
+from titan_nemotron.parallel.sharded import local_part
 from titan_nemotron.train.flops import ModelSize, model_size
 from titan_nemotron.train.job import Job
 from titan_nemotron.train.metrics import short
@@ -60,14 +62,23 @@ def dry_run(job: Job, ranks: Ranks) -> list[str]:
     family, model = build_model(job)
     loading = ranks.together(lambda: describe_initial_weights(job, family, model))
     size = model_size(model, job.training.sequence_length)
-    state = size.total * BYTES_OF_STATE / ranks.num_ranks / 2**30
+    groups = adamw.describe(model)
+    arrange(
+        model,
+        ranks.mesh,
+        parallel=job.parallel,
+        recompute=job.recompute,
+        compile=job.compile,
+        dtype=compute_dtype(job, ranks.device),
+    )
+    held = sum(local_part(parameter)[0].numel() for parameter in model.parameters())
     return [
         *describe(job, size, ranks),
-        f"work: {short(size.flops)} FLOPs a token, forward and backward; weights, gradients and optimizer "
-        f"{state:.3g} GiB a rank",
+        f"work: {short(size.flops)} FLOPs a token, forward and backward; rank {ranks.rank} holds {held:,} parameters, with "
+        f"gradients and optimizer {held * BYTES_OF_STATE / 2**30:.3g} GiB",
         *loading,
         "",
-        adamw.describe(model),
+        groups,
         "",
         "dry run: nothing was trained or written",
     ]

@@ -1,5 +1,6 @@
 """This process among the others of a run, and what they decide together."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -8,7 +9,13 @@ import torch.distributed as dist
 
 from titan_nemotron.errors import UserError
 from titan_nemotron.parallel.config import ParallelConfig
-from titan_nemotron.parallel.mesh import Mesh, build_mesh, process_device, start_process_group
+from titan_nemotron.parallel.mesh import (
+    Mesh,
+    build_mesh,
+    plan_process_group,
+    process_device,
+    start_process_group,
+)
 from titan_nemotron.train.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -60,6 +67,36 @@ class Ranks:
         dist.all_reduce(total, group=self.group)
         return int(total)
 
+    def say_once(self, text: str) -> None:
+        """Print to standard error what any rank may be the first to know."""
+        self.watchdog.say_once(text)
+
+    def end_if_lost(self, error: Exception) -> None:
+        """End the process with a message when the error means that another rank was lost."""
+        self.watchdog.end_if_lost(error)
+
     def close(self) -> None:
         self.watchdog.close()
+        dist.destroy_process_group()
+
+
+class PlannedRanks(Ranks):
+    """Rank 0 of ranks that do not exist, for a plan: it builds their mesh, and decides alone."""
+
+    def __init__(self, device: str, parallel: ParallelConfig) -> None:
+        self.device = process_device(device)
+        plan_process_group(parallel.world)
+        self.rank, self.num_ranks = 0, parallel.world
+        self.mesh = build_mesh(parallel, torch.device("cpu"))
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def say_once(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+    def end_if_lost(self, error: Exception) -> None:
+        """There is nobody to lose."""
+
+    def close(self) -> None:
         dist.destroy_process_group()
