@@ -194,3 +194,8 @@ def test_mistakes_in_sampling_are_named(model: torch.nn.Module) -> None:
 def test_layout_without_padding_says_so() -> None:
     assert not DocumentLayout.single(2, 3).has_padding
     assert DocumentLayout.from_document_ids(torch.tensor([[0, -1]])).has_padding
+
+
+def test_a_cache_holds_one_document_a_row(model: torch.nn.Module) -> None:
+    with pytest.raises(UserError, match="document_ids: a cache continues one document a row"):
+        model(random_tokens(1, 4), torch.tensor([[0, 0, 1, 1]]), cache=Cache(model, 1, 8))

@@ -107,10 +107,13 @@ class Nemotron3(nn.Module):
     ) -> Tensor:
         """Logits [B, L, V] in at least fp32; document_ids as in DocumentLayout, one document a row without them.
 
-        With a cache the tokens continue what it holds; padding (-1) may then only stand at a row's end. Raises UserError
-        for a wrong shape or type, for ids outside the vocabulary and for a document in two pieces.
+        With a cache the tokens continue what it holds; a row is then one document, with padding (-1) only at its end. Raises
+        UserError for a wrong shape or type, for ids outside the vocabulary, for a document in two pieces, and for several
+        documents in a row of a cache.
         """
         tokens_BL, layout = rows_of_tokens(input_ids_BL, document_ids_BL, self.config.vocab_size)
+        if cache is not None and document_ids_BL is not None and bool((layout.document_ids > 0).any()):
+            raise UserError("document_ids: a cache continues one document a row; give each document a row of its own")
         h, _ = self.hidden(tokens_BL, layout, cache=cache)
         return self.lm_head.logits(h)
 
