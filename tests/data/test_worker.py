@@ -115,7 +115,8 @@ def test_a_killed_process_is_an_error_and_no_hang(corpus: Path) -> None:
 
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts in a shell's background ignores it
 from tests.data.support import config, plan, tokenizer
 from titan_nemotron.data.worker import Worker
 worker = Worker(plan(config(sys.argv[1], "jsonl")), tokenizer().to_bytes(), None, prefetch=2)
