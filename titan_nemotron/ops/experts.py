@@ -44,6 +44,11 @@ def sum_rows(y_RD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
     return _SumRows.apply(y_RD, tokens_R, places_TK)
 
 
+def inverse_permutation(order_R: Tensor) -> Tensor:
+    """[R] int64 with inverse[order[r]] = r."""
+    return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+
+
 def permute_rows(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
     """x[order], where inverse[order[r]] = r: knowing both, the backward gathers as well."""
     return _PermuteRows.apply(x_RD, order_R, inverse_R)

@@ -16,9 +16,9 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_nemotron.errors import UserError
 from titan_nemotron.models.layers.moe import DispatchHandle, Experts, LocalDispatch, MoE
-from titan_nemotron.ops.experts import permute_rows, sum_rows
+from titan_nemotron.ops.experts import inverse_permutation, permute_rows, sum_rows
+from titan_nemotron.parallel.mesh import check_degree
 
 
 class Travelling(NamedTuple):
@@ -66,7 +66,7 @@ class AllToAllDispatch(LocalDispatch):
         experts = torch.arange(num_experts, device=sent.received_PE.device).repeat(num_ranks)
         experts_R = experts.repeat_interleave(sent.received_PE.flatten(), output_size=sum(sent.received_P))
         order_R = experts_R.argsort(stable=True)
-        places_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        places_R = inverse_permutation(order_R)
         x_RD = permute_rows(sent.rows_RD, order_R, places_R)
         offsets_E = sent.received_PE.sum(0).cumsum(0, dtype=torch.int32)
         return x_RD, sent.weights_R.index_select(0, order_R), offsets_E, AllToAllHandle(sent, order_R, places_R)
@@ -89,11 +89,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         if not isinstance(moe, MoE):
             continue
         num_experts, degree = moe.router.weight.shape[0], mesh.size()
-        if num_experts % degree:
-            possible = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
-            raise UserError(
-                f"parallel.expert = {degree}: does not divide the {num_experts} experts of {name}; possible: {possible}"
-            )
+        check_degree("expert", degree, num_experts, f"the {num_experts} experts of {name}")
         moe.dispatcher = AllToAllDispatch(num_experts, mesh.get_group())
         for part, parameter in moe.experts.named_parameters(recurse=False):
             local = torch.empty(num_experts // degree, *parameter.shape[1:], device=parameter.device)

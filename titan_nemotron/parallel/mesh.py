@@ -125,9 +125,10 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> Mesh:
     return Mesh.of(device.type, range(world), **degrees)
 
 
-def check_degree(name: str, degree: int, ranks: int, whose: str) -> None:
-    if ranks % degree:
-        possible = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+def check_degree(name: str, degree: int, number: int, whose: str) -> None:
+    """Raises UserError, with the degrees that are possible, unless the degree divides the number of what `whose` says."""
+    if number % degree:
+        possible = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
         raise UserError(f"parallel.{name} = {degree}: does not divide {whose}; possible: {possible}")
 
 

@@ -13,7 +13,7 @@ from titan_nemotron.layout import DocumentLayout
 from titan_nemotron.models.layers.basic import Linear
 from titan_nemotron.models.layers.init import Rule, constant, normal
 from titan_nemotron.models.layers.mlp import MLP
-from titan_nemotron.ops.experts import gather_rows, relu2_experts, sum_rows
+from titan_nemotron.ops.experts import gather_rows, inverse_permutation, relu2_experts, sum_rows
 from titan_nemotron.ops.linear import linear
 
 
@@ -113,8 +113,7 @@ class LocalDispatch(nn.Module):
         order_R = experts_R.argsort(stable=True)
         experts = torch.arange(self.num_experts, device=order_R.device)
         offsets_E = torch.searchsorted(experts_R.index_select(0, order_R), experts, right=True, out_int32=True)
-        places_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-        handle = DispatchHandle(order_R // indices_TK.shape[1], places_R.view_as(indices_TK))
+        handle = DispatchHandle(order_R // indices_TK.shape[1], inverse_permutation(order_R).view_as(indices_TK))
         return gather_rows(x_TD, *handle), weights_TK.flatten().index_select(0, order_R), offsets_E, handle
 
     def receive(self, sent: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
