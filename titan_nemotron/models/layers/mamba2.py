@@ -101,8 +101,18 @@ class LocalMix(nn.Module):
         conv_state = None if cache is None else cache.conv_state
         ssm_state = None if cache is None else cache.ssm_state
         mixed = causal_conv1d(xBC_BLC, weights.conv_CK, weights.conv_bias_C, ids, conv_state)
+        y_BLHP, final_state = self.scan(mixed, dt_BLH, weights, ids, ssm_state)
+        if cache is not None:
+            cache.conv_state = causal_conv1d_state(cache.conv_state, xBC_BLC, ids)
+            cache.ssm_state = final_state
+        return y_BLHP.flatten(-2)
+
+    def scan(
+        self, mixed: Tensor, dt_BLH: Tensor, weights: MixWeights, ids_BL: Tensor, state_BHPN: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """ssd_scan over the convolution's output [B, L, C], from a state or from zero: y [B, L, H, P] and the last state."""
         x, B, C = self.parts(mixed)
-        y_BLHP, final_state = ssd_scan(
+        return ssd_scan(
             x,
             dt_BLH,
             weights.A_H,
@@ -110,15 +120,11 @@ class LocalMix(nn.Module):
             C,
             weights.D_H,
             weights.dt_bias_H,
-            ids,
+            ids_BL,
             chunk_size=self.chunk_size,
             dt_limit=self.dt_limit,
-            initial_state_BHPN=ssm_state,
+            initial_state_BHPN=state_BHPN,
         )
-        if cache is not None:
-            cache.conv_state = causal_conv1d_state(cache.conv_state, xBC_BLC, ids)
-            cache.ssm_state = final_state
-        return y_BLHP.flatten(-2)
 
     def parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., H, P], B and C [..., G, N] out of the convolution's channels."""

@@ -17,7 +17,6 @@ from titan_nemotron.layout import DocumentLayout
 from titan_nemotron.models.layers.cache import MixCache
 from titan_nemotron.models.layers.mamba2 import LocalMix, MixWeights
 from titan_nemotron.ops.conv import causal_conv1d
-from titan_nemotron.ops.ssd import ssd_scan
 from titan_nemotron.parallel.context.exchange import gathered, handed_on
 
 
@@ -44,22 +43,12 @@ class StatePassingMix(LocalMix):
         mixed = causal_conv1d(
             xBC_BlC, weights.conv_CK, weights.conv_bias_C, layout.local_ids, self.halo(xBC_BlC, weights, layout)
         )
-        x, B, C = self.parts(mixed)
-        y_BlHD, state_BHDN = ssd_scan(
-            x,
-            dt_BlH,
-            weights.A_H,
-            B,
-            C,
-            weights.D_H,
-            weights.dt_bias_H,
-            layout.local_ids,
-            chunk_size=self.chunk_size,
-            dt_limit=self.dt_limit,
-        )
+        y_BlHD, state_BHDN = self.scan(mixed, dt_BlH, weights, layout.local_ids)
         log_decay_BlH = self.log_decay(dt_BlH, weights, layout)
         start_BHDN = self.start(state_BHDN, log_decay_BlH[:, -1], layout)
-        return (y_BlHD + self.correction(C, start_BHDN, log_decay_BlH, layout).to(y_BlHD.dtype)).flatten(-2)
+        return (
+            y_BlHD + self.correction(self.parts(mixed)[2], start_BHDN, log_decay_BlH, layout).to(y_BlHD.dtype)
+        ).flatten(-2)
 
     def halo(self, xBC_BlC: Tensor, weights: MixWeights, layout: DocumentLayout) -> Tensor:
         """[B, C, K]: the last inputs before this part, zero where they belong to another document."""
