@@ -99,3 +99,17 @@ def test_parts_of_rows_have_the_targets_of_the_whole() -> None:
         assert sum(part.num_mtp_targets[depth] for part in parts) == number
     assert sum(part.target_bytes for part in parts) == 7
     assert torch.equal(parts[1].layout.whole.valid, batch.layout.valid)
+
+
+def test_rows_that_parts_do_not_divide_are_padded() -> None:
+    tokens = torch.randint(0, 50, (2, 10), generator=torch.Generator().manual_seed(0))
+    batch = Batch.from_rows(tokens, torch.zeros_like(tokens), length=7, mtp_depths=2)
+    for degree, shortest, length in ((2, 1, 8), (4, 1, 8), (4, 3, 12), (7, 1, 7)):
+        parts = [batch.shard(rank, degree, shortest=shortest) for rank in range(degree)]
+        assert {part.layout.document_ids.shape[1] for part in parts} == {length}
+        for name, fill in (("tokens", 0), ("labels", IGNORED), ("mtp_tokens", 0), ("mtp_labels", IGNORED)):
+            joined = torch.cat([getattr(part, name) for part in parts], dim=-1)
+            assert torch.equal(joined[..., :7], getattr(batch, name)) and (joined[..., 7:] == fill).all(), name
+        valid = torch.cat([part.layout.valid for part in parts], dim=1)
+        assert valid[:, :7].all() and not valid[:, 7:].any()
+        assert sum(part.num_targets for part in parts) == batch.num_targets

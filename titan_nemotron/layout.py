@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_nemotron.errors import UserError
@@ -93,6 +94,11 @@ class DocumentLayout:
         part = self.document_ids.shape[1] // degree
         assert part * degree == self.document_ids.shape[1], "the degree divides the length"
         return replace(self, start=rank * part, part=part, derived={})
+
+    def padded(self, length: int) -> "DocumentLayout":
+        """The same documents in rows of `length` positions; what is added is padding."""
+        extra = length - self.document_ids.shape[1]
+        return DocumentLayout.from_document_ids(F.pad(self.document_ids, (0, extra), value=PADDING))
 
     @property
     def whole(self) -> "DocumentLayout":
@@ -233,8 +239,29 @@ class Batch:
             target_bytes=target_bytes,
         )
 
-    def shard(self, rank: int, degree: int) -> "Batch":
-        """Part `rank` of `degree` equal parts of every row. The bytes of a row's text count on the first rank alone."""
+    def padded(self, length: int) -> "Batch":
+        """The same rows at `length` positions; what is added belongs to no document, and no target is there."""
+
+        def pad(tensor: Tensor, value: int) -> Tensor:
+            return F.pad(tensor, (0, length - self.tokens.shape[1]), value=value)
+
+        return replace(
+            self,
+            tokens=pad(self.tokens, 0),
+            labels=pad(self.labels, IGNORED),
+            mtp_tokens=pad(self.mtp_tokens, 0),
+            mtp_labels=pad(self.mtp_labels, IGNORED),
+            layout=self.layout.padded(length),
+        )
+
+    def shard(self, rank: int, degree: int, *, shortest: int = 1) -> "Batch":
+        """Part `rank` of `degree` equal parts of every row, of at least `shortest` positions; rows are padded to that.
+
+        The bytes of a row's text count on the first rank alone.
+        """
+        length = degree * max(shortest, -(-self.tokens.shape[1] // degree))
+        if length != self.tokens.shape[1]:
+            return self.padded(length).shard(rank, degree)
         layout = self.layout.shard(rank, degree)
         here = slice(layout.start, layout.start + layout.length)
         labels, mtp_labels = self.labels[:, here].contiguous(), self.mtp_labels[..., here].contiguous()

@@ -16,6 +16,7 @@ from tests.distributed.cases_step import RATE, gradients
 from tests.distributed.harness import Context, case
 from tests.distributed.reference import (
     CONFIG,
+    LENGTH,
     ROWS,
     SETTINGS,
     Reference,
@@ -26,6 +27,7 @@ from tests.distributed.reference import (
     sharded,
     shared,
     unsharded,
+    whole_gradients,
     whole_parameters,
 )
 from titan_nemotron.checkpoint.config import CheckpointConfig
@@ -41,7 +43,7 @@ from titan_nemotron.parallel.config import ParallelConfig
 from titan_nemotron.parallel.expert import AllToAllDispatch
 from titan_nemotron.parallel.mesh import EXPERT, Mesh, build_mesh, data_coordinates, own_part
 from titan_nemotron.parallel.sharded import local_part
-from titan_nemotron.train.step import train_step
+from titan_nemotron.train.step import forward_backward, global_totals, reduce_sums, train_step
 
 EIGHT = CONFIG.model_copy(update={"n_routed_experts": 8})  # divide over 4 ranks
 DEGREES = {  # (replicate, context, expert) by number of ranks
@@ -92,6 +94,30 @@ def meshes_have_one_gradient(context: Context) -> None:
                 assert_gradients(actual, expected, total=1e-6, each=2e-5)
                 for call, count in counts.items():
                     assert torch.equal(actual_counts[call], count.double()), (mesh.axes, call)
+
+
+@case(2, 4)
+def rows_of_any_length_have_one_gradient(context: Context) -> None:
+    """Rows that the ranks do not divide, or too short for the convolution, are padded: loss of every depth, auxiliary loss,
+    gradient and counts are those of the rows alone."""
+    mesh = build_mesh(ParallelConfig(context=context.world_size), torch.device("cpu"))
+    plain, model = Reference(unsharded(EIGHT)), sharded(mesh, config=EIGHT)
+    for length in (LENGTH - 1, LENGTH + 1, 5):
+        batch = rows(0, length=length)
+        part = own_part(batch, mesh, shortest=EIGHT.conv_kernel - 1)
+        _, losses, expected = plain.gradients(batch)
+        totals = global_totals([part])
+        sums = reduce_sums(forward_backward(model, [part], totals, SETTINGS))
+        actual = whole_gradients(model)
+        model.zero_grad()
+        torch.testing.assert_close(sums.main.float(), losses.main, atol=0, rtol=1e-6)
+        torch.testing.assert_close(sums.mtp_D.float(), losses.mtp, atol=0, rtol=1e-6)
+        torch.testing.assert_close((sums.auxiliary / totals.rows).float(), losses.auxiliary / ROWS, atol=0, rtol=1e-6)
+        assert totals.tokens == batch.layout.valid.sum() and totals.targets == batch.num_targets
+        assert tuple(totals.mtp_targets_D) == batch.num_mtp_targets
+        assert_gradients(actual, expected, total=1e-6, each=2e-5)
+        for call, count in sums.counts.items():
+            assert torch.equal(count, losses.stats[call]["counts_E"].double()), (length, call)
 
 
 @case(2)

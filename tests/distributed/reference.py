@@ -53,15 +53,15 @@ SETTINGS = StepSettings(
 )
 
 
-def rows(step: int, start: int = 0, stop: int = ROWS) -> Batch:
+def rows(step: int, start: int = 0, stop: int = ROWS, length: int = LENGTH) -> Batch:
     """Rows start to stop of global batch `step`: packed documents of any length, some padding, a different amount a row."""
     generator = torch.Generator().manual_seed(1000 + step)
-    total = LENGTH + 1 + DEPTHS
+    total = length + 1 + DEPTHS
     tokens = torch.randint(0, CONFIG.vocab_size, (ROWS, total), generator=generator)
     documents = (torch.rand(ROWS, total, generator=generator) < 0.15).cumsum(1)
     for row in range(ROWS):
         documents[row, total - 2 * row :] = -1
-    return Batch.from_rows(tokens[start:stop], documents[start:stop], length=LENGTH, mtp_depths=DEPTHS)
+    return Batch.from_rows(tokens[start:stop], documents[start:stop], length=length, mtp_depths=DEPTHS)
 
 
 def microbatches(step: int, rank: int, world_size: int, size: int) -> list[Batch]:

@@ -53,12 +53,16 @@ class Mesh:
         return self.dense.device_type
 
     @property
+    def context_degree(self) -> int:
+        """Ranks that share rows; 1 where rows are whole."""
+        return 1 if self.context is None else self.context.size()
+
+    @property
     def axes(self) -> dict[str, int]:
         """The degrees, by name; context and expert where there are."""
-        shard, context = self.dense[SHARD].size(), 1 if self.context is None else self.context.size()
-        found = {REPLICATE: self.dense[REPLICATE].size(), SHARD: shard // context}
+        found = {REPLICATE: self.dense[REPLICATE].size(), SHARD: self.dense[SHARD].size() // self.context_degree}
         if self.context is not None:
-            found[CONTEXT] = context
+            found[CONTEXT] = self.context_degree
         if self.experts is not None:
             found[EXPERT] = self.experts[EXPERT].size()
         return found
@@ -135,10 +139,12 @@ def check_degree(name: str, degree: int, number: int, whose: str) -> None:
 def data_coordinates(mesh: Mesh) -> tuple[int, int]:
     """(rank, degree) of this process among those that read different rows."""
     replicate, shard = mesh.dense[REPLICATE], mesh.dense[SHARD]
-    rank, context = replicate.get_local_rank() * shard.size() + shard.get_local_rank(), mesh.axes.get(CONTEXT, 1)
-    return rank // context, mesh.dense.size() // context
+    rank = replicate.get_local_rank() * shard.size() + shard.get_local_rank()
+    return rank // mesh.context_degree, mesh.dense.size() // mesh.context_degree
 
 
-def own_part(batch: Batch, mesh: Mesh) -> Batch:
-    """This process's part of whole rows."""
-    return batch if mesh.context is None else batch.shard(mesh.context.get_local_rank(), mesh.context.size())
+def own_part(batch: Batch, mesh: Mesh, *, shortest: int = 1) -> Batch:
+    """This process's part of whole rows, which are padded where the parts would not be equal or shorter than `shortest`."""
+    if mesh.context is None:
+        return batch
+    return batch.shard(mesh.context.get_local_rank(), mesh.context.size(), shortest=shortest)

@@ -56,7 +56,7 @@ class Job(Table):
             yield f"metrics.profile = {self.metrics.profile}: the run ends at step {steps}; leave out {beyond}"
 
         length, context = self.training.sequence_length, self.parallel.context
-        reach = getattr(self.model.resolved(), "conv_kernel", 1) - 1
+        reach = self.shortest_part
         if length % context:
             yield f"parallel.context = {context}: does not divide training.sequence_length = {length}; change one of them"
         elif length // context < reach:
@@ -64,6 +64,11 @@ class Job(Table):
                 f"parallel.context = {context}: parts of {length // context} tokens are shorter than the convolution's "
                 f"reach of {reach}; lower it or raise training.sequence_length"
             )
+
+    @property
+    def shortest_part(self) -> int:
+        """Positions of a row that a rank must hold where rows are split: the convolution reaches into one part alone."""
+        return int(getattr(self.model.resolved(), "conv_kernel", 1)) - 1
 
     def check_ranks(self, num_processes: int) -> None:
         """What the tables say must fit the number of ranks. Raises UserError with a line for each mistake."""

@@ -90,14 +90,18 @@ class Run:
         return self.job.training.global_batch_size // (self.job.training.microbatch_size * self.data_degree)
 
     def next_batches(self) -> list[Batch]:
-        return [own_part(next(self.loader), self.ranks.mesh).to(self.ranks.device) for _ in range(self.microbatches)]
+        return [self.own_part(next(self.loader)).to(self.ranks.device) for _ in range(self.microbatches)]
+
+    def own_part(self, batch: Batch) -> Batch:
+        """This rank's part of whole rows."""
+        return own_part(batch, self.ranks.mesh, shortest=self.job.shortest_part)
 
     def held_out_batches(self) -> Iterator[Batch]:
         """This rank's part of [training] validation_rows, rounded up to whole microbatches: the same rows every time."""
         assert self.held_out is not None
         rows = self.job.training.microbatch_size * self.data_degree
         number = -(-self.job.training.validation_rows // rows)
-        return (own_part(batch, self.ranks.mesh) for batch in itertools.islice(self.held_out, number))
+        return map(self.own_part, itertools.islice(self.held_out, number))
 
     def position(self, progress: Progress) -> Position:
         return Position(progress, self.loader.state_dict())
