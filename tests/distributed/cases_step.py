@@ -31,7 +31,7 @@ from titan_nemotron.layout import Batch
 from titan_nemotron.optim.adamw import build_optimizer
 from titan_nemotron.optim.config import OptimizerConfig
 from titan_nemotron.parallel.clip import clip_gradients
-from titan_nemotron.parallel.config import ParallelConfig
+from titan_nemotron.parallel.config import FSDPConfig, ParallelConfig
 from titan_nemotron.train.step import (
     StepResult,
     StepSettings,
@@ -132,7 +132,7 @@ def compiled(context: Context) -> None:
 def weights_kept_after_forward(context: Context) -> None:
     """reshard_after_forward = false changes no number."""
     _, expected, _ = reference_gradients(context)
-    model = sharded(context.mesh, parallel=ParallelConfig(reshard_after_forward=False))
+    model = sharded(context.mesh, parallel=ParallelConfig(fsdp=FSDPConfig(reshard_after_forward=False)))
     _, actual, _ = gradients(model, microbatches(0, context.rank, context.world_size, 2))
     assert_gradients(actual, expected, total=1e-6, each=2e-5)
 

@@ -28,6 +28,9 @@ COMBINATIONS = {
     "[schedule]\nkind = 'wsd'": "job.toml:1: schedule.decay_steps = 0: wsd needs the number of steps of its decay",
     "[parallel]\ncontext = 3": "job.toml:2: parallel.context = 3: does not divide training.sequence_length = 1024; change "
     "one of them",
+    "[parallel.fsdp]\nreshard_after_forward = false\nmoe_layers_kept_gathered = 2": "job.toml:3: "
+    "parallel.fsdp.moe_layers_kept_gathered = 2: reshard_after_forward = false keeps every block; set it to "
+    "0, or reshard_after_forward to true",
     "[training]\nsequence_length = 8\n[parallel]\ncontext = 4": "job.toml:4: parallel.context = 4: parts of 2 tokens are "
     "shorter than the convolution's reach of 3; lower it or raise training.sequence_length",
     "[job]\nname = 'a/b'": r'job.toml:2: job.name = "a/b": expected string like ^[\w.-]+$',

@@ -226,12 +226,16 @@ def test_dry_run(launcher: Launcher) -> None:
 PLANS = {
     "--parallel.context 2 --parallel.expert 8": "mesh: replicate 1, shard 32, context 2, expert 8 on cpu",
     "--parallel.replicate 4 --parallel.expert 4 --compile.enable": "mesh: replicate 4, shard 16, expert 4 on cpu",
+    "--parallel.replicate 2 --parallel.expert 4 --parallel.fsdp.reduce_dtype bfloat16 --parallel.fsdp.prefetch 2 "
+    "--parallel.fsdp.reduce_scatters_in_flight 2 --parallel.fsdp.moe_layers_kept_gathered 1 "
+    "--parallel.fsdp.keep_experts_between_microbatches": "mesh: replicate 2, shard 32, expert 4 on cpu",
 }
 NO_PLANS = {
     "--parallel.replicate 3": "parallel.replicate = 3: does not divide the 64 processes; possible: 1, 2, 4, 8, 16, 32, 64",
     "--parallel.replicate 2 --parallel.context 3": "parallel.context = 3: does not divide the 32 ranks that share a copy",
     "--parallel.expert 16": "parallel.expert = 16: does not divide the 8 experts of layers.1.mixer; possible: 1, 2, 4, 8",
     "--parallel.shard 7": "parallel.shard = 7: 64 processes run, replicate is 1 and context is 1; possible: -1 or 64",
+    "--parallel.fsdp.moe_layers_kept_gathered 99": "parallel.fsdp.moe_layers_kept_gathered = 99: the model has ",
 }
 
 

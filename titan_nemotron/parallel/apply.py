@@ -5,7 +5,6 @@ initialise or load. Precision will come before experts; it swaps submodules too.
 """
 
 import functools
-import itertools
 from typing import Any, cast
 
 import torch
@@ -20,9 +19,10 @@ from titan_nemotron.models.layers.head import Head
 from titan_nemotron.models.layers.init import initialize
 from titan_nemotron.models.layers.moe import Experts
 from titan_nemotron.models.layers.mtp import MTPBlock
-from titan_nemotron.parallel.config import CompileConfig, ParallelConfig, RecomputeConfig
+from titan_nemotron.parallel.config import CompileConfig, FSDPConfig, ParallelConfig, RecomputeConfig
 from titan_nemotron.parallel.context import split_rows
 from titan_nemotron.parallel.expert import shard_dim, spread_experts
+from titan_nemotron.parallel.fsdp import kept_blocks, tune
 from titan_nemotron.parallel.mesh import EXPERT, EXPERT_SHARD, Mesh
 from titan_nemotron.parallel.recompute import apply_recompute
 from titan_nemotron.parallel.sharded import local_part
@@ -68,7 +68,7 @@ def arrange(
         apply_recompute(block, recompute.mode)
     if compile.enable:
         compile_blocks(blocks)
-    shard(model, blocks, mesh, parallel.reshard_after_forward, dtype)
+    shard(model, blocks, mesh, parallel.fsdp, dtype)
 
 
 def compile_blocks(blocks: list[nn.Module]) -> None:
@@ -83,7 +83,7 @@ def compile_blocks(blocks: list[nn.Module]) -> None:
         block.forward = torch.compile(block.forward, fullgraph=True)  # type: ignore[method-assign]
 
 
-def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, reshard: bool, dtype: torch.dtype) -> None:
+def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, fsdp: FSDPConfig, dtype: torch.dtype) -> None:
     """Shard every parameter along dim 0, in groups that are gathered and reduced together.
 
     - each block, each multi-token projection, the embedding: gathered in `dtype` around their forward and backward;
@@ -94,6 +94,10 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, reshard: bool, 
       bytes, and its hooks would run inside what is recomputed or compiled.
     """
     units = [m for m in model.modules() if m in set(blocks) or isinstance(m, Embedding | Head | MTPBlock)]
+    heads = [unit for unit in units if isinstance(unit, Head)]
+    # Kept from forward to backward; with the blocks go the projections and embeddings around them.
+    others = [] if fsdp.reshard_after_forward else [unit for unit in units if unit not in blocks]
+    kept = {*heads, *kept_blocks(blocks, fsdp), *others}
     placements = expert_placements(model, mesh)
     inside = {parameter for unit in units for parameter in unit.parameters()}
     small = {
@@ -113,7 +117,7 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, reshard: bool, 
         fully_shard(
             unit,
             mesh=mesh.sharding(),
-            reshard_after_forward=reshard and not isinstance(unit, Head),
+            reshard_after_forward=unit not in kept,
             mp_policy=precision(torch.float32 if stays_fp32 else dtype),
             shard_placement_fn=placements.get if placements else None,
             # Those of the units inside.
@@ -125,9 +129,8 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, reshard: bool, 
         if isinstance(unit, Head):
             register_fsdp_forward_method(unit, "logits")
     register_fsdp_forward_method(model, "loss")
-    free_without_gradient(model, [model, *(unit for unit in units if isinstance(unit, Head))])
-    for block, following in itertools.pairwise(blocks):
-        cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+    free_without_gradient(model, [model, *kept])
+    tune(model, blocks, [model, *heads], fsdp)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Losses are divided by global counts, so gradients are plain sums; gloo has no other reduction.

@@ -1,10 +1,44 @@
 """The `[parallel]`, `[recompute]` and `[compile]` tables."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from titan_nemotron.config import Table
+
+
+class FSDPConfig(Table):
+    """How sharded weights are gathered and their gradients reduced: memory against traffic."""
+
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after its forward and gather them again for its backward: less memory, more traffic."""
+    moe_layers_kept_gathered: Annotated[int, Field(ge=0)] = 0
+    """Mixture-of-experts blocks, the last ones, that stay gathered from their forward to their backward where the others are
+    freed: theirs comes soonest, so that their memory is held for the shortest time, and each saves its largest gather."""
+    keep_experts_between_microbatches: bool = False
+    """Leave mixture-of-experts blocks gathered after the backward of all microbatches but the last: each saves a gather a
+    microbatch, and between microbatches the memory of these blocks is held."""
+    prefetch: Annotated[int, Field(gt=0)] = 1
+    """Blocks whose gathers are under way while one computes, forward and backward: more hide gathers that take longer than a
+    block, and hold the memory of as many blocks."""
+    gradient_sync: Literal["last", "every"] = "last"
+    """Reduce gradients once a step, holding whole fp32 gradients on every rank between microbatches ("last"), or after every
+    microbatch, holding shards alone ("every": less memory, more traffic). Copies of the weights meet once a step with both."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What gradients travel in to the rank that sums them, in fp32 always: bfloat16 halves the bytes and rounds each rank's
+    contribution once. The output layer and the small layers that stay fp32 travel in float32 always."""
+    reduce_scatters_in_flight: Annotated[int, Field(gt=0)] = 1
+    """Reductions of gradients that may be under way while the backward goes on, each holding a buffer of a block's whole
+    gradients: more than 1, where reductions take longer than a block's backward. They then have a communicator of their own,
+    so that gathers do not wait for them. More than 1 needs PyTorch 2.13."""
+
+    def mistakes(self) -> Iterator[str]:
+        if self.moe_layers_kept_gathered and not self.reshard_after_forward:
+            yield (
+                f"moe_layers_kept_gathered = {self.moe_layers_kept_gathered}: reshard_after_forward = false keeps every block; "
+                "set it to 0, or reshard_after_forward to true"
+            )
 
 
 class ParallelConfig(Table):
@@ -25,11 +59,7 @@ class ParallelConfig(Table):
     """Ranks that a --dry-run plans for, in one process; 0 is those that were started."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """A collective operation that takes longer than this ends the run."""
-    reshard_after_forward: bool = True
-    """Free a block's gathered weights after its forward and gather them again for its backward: less memory, more traffic."""
-    gradient_sync: Literal["last", "every"] = "last"
-    """Reduce gradients once a step, holding whole fp32 gradients on every rank between microbatches ("last"), or after every
-    microbatch, holding shards alone ("every": less memory, more traffic)."""
+    fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
 
 
 class RecomputeConfig(Table):

@@ -16,16 +16,13 @@ from titan_nemotron.layout import Batch
 from titan_nemotron.models.family import Losses, Model
 from titan_nemotron.optim.router_bias import update_router_biases
 from titan_nemotron.parallel.clip import clip_gradients
+from titan_nemotron.parallel.fsdp import begin_microbatch
 
 Routing = dict[str, Tensor]  # the experts chosen in a microbatch, [B, L, K] by call
 
 
 class ShardedModel(Model, Protocol):
     """A family's model after parallel.apply."""
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool) -> None: ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -39,6 +36,7 @@ class StepSettings:
     max_gradient_norm: float = 1.0
     router_bias_rate: float = 1e-3
     sync_every_microbatch: bool = False
+    keep_experts_between_microbatches: bool = False
 
 
 class Totals(NamedTuple):
@@ -140,9 +138,12 @@ def forward_backward(
     """
     sums: Sums | None = None
     for index, batch in enumerate(batches):
-        last = index == len(batches) - 1
-        model.set_requires_gradient_sync(settings.sync_every_microbatch or last)
-        model.set_requires_all_reduce(last)  # copies of the weights meet once a step, with the sums of all microbatches
+        begin_microbatch(
+            model,
+            last=index == len(batches) - 1,
+            sync_every=settings.sync_every_microbatch,
+            keep_experts=settings.keep_experts_between_microbatches,
+        )
         losses: Losses = model.loss(batch, None if replay is None else replay[index])
         total_loss(losses, totals, settings).backward()
         sums = loss_sums(losses) if sums is None else add(sums, loss_sums(losses))
