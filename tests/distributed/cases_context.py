@@ -11,6 +11,7 @@ from titan_nemotron.parallel.config import ParallelConfig
 from titan_nemotron.parallel.context.exchange import gathered
 from titan_nemotron.parallel.context.state import StatePassingMix
 from titan_nemotron.parallel.context.ulysses import UlyssesAttention
+from titan_nemotron.parallel.context.ulysses_mix import UlyssesMix
 from titan_nemotron.parallel.mesh import build_mesh
 
 ROWS, PART = 3, 6
@@ -80,6 +81,19 @@ def states_are_passed_on(context: Context) -> None:
         inputs = random((ROWS, length, channels), (ROWS, length, heads))
         conv, bias, A, D, dt_bias = random((channels, taps), (channels,), (heads,), (heads,), (heads,))
         check(context, local, StatePassingMix(local, group(context)), inputs, [conv, bias, -A.exp(), D, dt_bias])
+
+
+@case(2, 4)
+def heads_of_mamba_are_exchanged_for_positions(context: Context) -> None:
+    """Mamba-2 with more, as many and fewer groups than ranks; the ranks' gradients of the weights sum to the whole."""
+    heads, size, states, taps = 8, 3, 5, 4
+    length = PART * context.world_size
+    for groups in (4, 2, 1):
+        channels = heads * size + 2 * groups * states
+        local = LocalMix(heads, size, groups, states, 8, (0.0, float("inf")))
+        inputs = random((ROWS, length, channels), (ROWS, length, heads))
+        conv, bias, A, D, dt_bias = random((channels, taps), (channels,), (heads,), (heads,), (heads,))
+        check(context, local, UlyssesMix(local, group(context)), inputs, [conv, bias, -A.exp(), D, dt_bias])
 
 
 @case(2, 4)
