@@ -42,7 +42,7 @@ def test_the_example_of_the_guide_trains(example: str, corpus: Path, tmp_path: P
         f'[[data.source]]\nkind = "jsonl"\npath = "{corpus}"\n'
     )
     command = [sys.executable, "-m", "titan_nemotron.train", "--config", str(config), *SMALL]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in (tmp_path / example / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 9))

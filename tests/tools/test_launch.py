@@ -54,7 +54,7 @@ def launch(folder: Path, what: str) -> subprocess.Popen[str]:
 )
 def test_the_first_failure_is_the_exit_status_and_no_table_follows(tmp_path, what, status, message):
     process = launch(tmp_path, what)
-    assert process.communicate(timeout=120)[1] == message
+    assert process.communicate(timeout=600)[1] == message
     assert process.returncode == status
 
 
@@ -64,6 +64,6 @@ def test_a_signal_reaches_the_trainers_and_they_may_finish(tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=600)
     assert (output, errors) == ("saved\nsaved\n", "")
     assert process.returncode == 128 + signal.SIGTERM

@@ -56,7 +56,7 @@ class Start:
         """Exit status, output, and what was created and installed."""
         self.calls.write_text("")
         process = self.popen(**environment)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=600)
         return process.returncode, output, self.calls.read_text().splitlines()
 
 
@@ -140,7 +140,7 @@ def test_a_kernel_package_that_does_not_install_is_reported_and_no_more(start):
 @pytest.mark.skipif(not shutil.which("flock"), reason="there is no flock on this machine")
 def test_two_starts_at_once_install_once(start):
     both = [start.popen(PIP_DOES="slow") for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0] for process in both]
+    outputs = [process.communicate(timeout=600)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert start.calls.read_text().splitlines().count("venv") == 1
     assert any("waiting" in output for output in outputs)

@@ -112,7 +112,7 @@ class Launch:
     def text(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
 
-    def wait(self, seconds: float = 60.0) -> list[int | None]:
+    def wait(self, seconds: float = 300.0) -> list[int | None]:
         """Exit statuses; whoever is left after `seconds` is killed and has None."""
         end = time.monotonic() + seconds
         for process in self.processes:
@@ -236,7 +236,7 @@ def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def wait_until(true: Callable[[], Any], seconds: float = 120.0, every: float = 0.001) -> None:
+def wait_until(true: Callable[[], Any], seconds: float = 300.0, every: float = 0.001) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "waited too long"

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import (
-    all_gather_tensor_autograd,
-    all_reduce,
-    all_to_all_single_autograd,
-)
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
+
+try:  # its name from torch 2.13 on; the older one warns there
+    from torch.distributed._functional_collectives import all_gather_single_autograd
+except ImportError:
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd as all_gather_single_autograd
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[P, ...]: the tensors of all ranks, in their order; the backward sums over ranks."""
-    return all_gather_tensor_autograd(tensor.contiguous()[None], 0, group)
+    return all_gather_single_autograd(tensor.contiguous()[None], 0, group)
 
 
 def handed_on(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
