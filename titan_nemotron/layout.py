@@ -26,6 +26,7 @@ class DocumentLayout:
                                 close a segment too, so the last entry is B*L
     max_length    longest segment, in tokens
     has_padding   whether any position is padding; a Python bool, so that asking costs no device synchronisation
+    host_ids      document_ids on the host, for what is planned there without a synchronisation
     start, part   where the positions that this rank holds start, and their number; None is the whole row
     """
 
@@ -34,6 +35,7 @@ class DocumentLayout:
     cu_seqlens: Tensor
     max_length: int
     has_padding: bool
+    host_ids: Tensor
     start: int = 0
     part: int | None = None
     # What operations derive from the layout (masks, Python lists), keyed by the deriver; filled on first use.
@@ -59,18 +61,19 @@ class DocumentLayout:
                 raise UserError(
                     f"document_ids: row {row} has a document in two pieces; give each document one contiguous run"
                 )
-        canonical = torch.where(valid, canonical, PADDING)
+        canonical = torch.where(valid, canonical, PADDING).to(torch.int32)
         index = torch.arange(length).expand(num_rows, length)
         last_start = torch.where(starts, index, 0).cummax(1).values if length else index
         positions = torch.where(valid, index - last_start, 0)
         boundaries = starts.flatten().nonzero().flatten()
         cu_seqlens = torch.cat([boundaries, torch.tensor([num_rows * length])])
         return cls(
-            document_ids=canonical.to(device, torch.int32),
+            document_ids=canonical.to(device),
             positions=positions.to(device, torch.int32),
             cu_seqlens=cu_seqlens.to(device, torch.int32),
             max_length=int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0,
             has_padding=not bool(valid.all()),
+            host_ids=canonical,
         )
 
     @classmethod

@@ -9,6 +9,7 @@ from titan_nemotron.models.layers.attention import LocalAttention
 from titan_nemotron.models.layers.mamba2 import LocalMix, MixWeights
 from titan_nemotron.parallel.config import ParallelConfig
 from titan_nemotron.parallel.context.exchange import gathered
+from titan_nemotron.parallel.context.ring import RingAttention
 from titan_nemotron.parallel.context.state import StatePassingMix
 from titan_nemotron.parallel.context.ulysses import UlyssesAttention
 from titan_nemotron.parallel.context.ulysses_mix import UlyssesMix
@@ -97,10 +98,11 @@ def heads_of_mamba_are_exchanged_for_positions(context: Context) -> None:
 
 
 @case(2, 4)
-def heads_are_exchanged_for_positions(context: Context) -> None:
+def attention_over_split_rows(context: Context) -> None:
     """Attention with more, as many and fewer key/value heads than ranks; values of another size than keys."""
     length = PART * context.world_size
     for heads, kv_heads in ((8, 8), (8, 2), (4, 1)):
         local = LocalAttention(scale=0.3)
         shapes = [(ROWS, length, n, size) for n, size in ((heads, 4), (kv_heads, 4), (kv_heads, 6))]
-        check(context, local, UlyssesAttention(local, group(context)), random(*shapes), [])
+        for core in (UlyssesAttention, RingAttention):
+            check(context, local, core(local, group(context)), random(*shapes), [])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.models.support import batch_of, random_tokens, row_of, small_model
-from tests.ops.support import relative
+from tests.ops.support import SpanAttention, relative
 from titan_nemotron.errors import UserError
 from titan_nemotron.generation.decode import generate
 from titan_nemotron.generation.sampling import Sampling
@@ -95,6 +95,11 @@ CASES = {
         "attention",
         ((ROWS, LENGTH, 4, 16), *[(ROWS, LENGTH, 2, 16)] * 2),
         lambda q, k, v, device: attention(q, k, v, LAYOUT.to(device), scale=0.25, window=20),
+    ),
+    "attention of spans": Case(
+        "attention_spans",
+        ((60, 4, 16), (50, 2, 16), (50, 2, 24)),
+        lambda q, k, v, device: SpanAttention.apply(q, k, v),
     ),
     "experts": Case(
         "experts",

@@ -5,11 +5,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_nemotron.layout import DocumentLayout
 from titan_nemotron.ops import attention as ops
-from titan_nemotron.ops.attention import attention, cached_attention, flex
+from titan_nemotron.ops.attention import attention, cached_attention, documents, flex
 from titan_nemotron.ops.attention.flex import make_block_mask
+from titan_nemotron.ops.attention.spans import Span, span_attention, span_attention_backward
 
 # Segments of a row, in tokens; negative is padding.
 segments = st.lists(st.integers(-4, 40).filter(bool), min_size=1, max_size=5)
@@ -192,3 +194,55 @@ def test_new_queries_over_cached_keys(new):
     weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1).nan_to_num(0)
     torch.testing.assert_close(out, torch.einsum("bhls,bshd->blhd", weights, v))
     assert not out[1, 0].any()
+
+
+def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of all parts, from out [T, H, E] and lse [T, H] over those of each."""
+    lse = torch.stack([lse for _, lse in parts]).logsumexp(0)
+    weights = [(one - lse).exp().nan_to_num()[..., None] for _, one in parts]
+    return sum((weight * out for weight, (out, _) in zip(weights, parts)), torch.zeros_like(parts[0][0])), lse
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    rows=st.lists(segments, min_size=1, max_size=3),
+    groups=st.integers(1, 2),
+    repeat=st.integers(1, 3),
+    sizes=st.sampled_from([(8, 8), (8, 5), (5, 8)]),
+    cut=st.integers(1, 40),
+)
+def test_attention_over_pieces_of_the_keys_joins_to_the_whole(seed, rows, groups, repeat, sizes, cut):
+    """Each document's queries read its keys in pieces of `cut`: whole ones before their own, and theirs up to themselves."""
+    layout = layout_of(*rows)
+    leaves = inputs(seed, layout, groups, repeat, *sizes)
+    expected = with_gradients(lambda *qkv: attention(*qkv, layout, scale=0.5), leaves, torch.float64)
+    starts, padding = (found.tolist() for found in documents.segments(layout.document_ids))
+    calls: list[list[Span]] = [[]]  # no query twice in one
+    for start, end, skip in zip(starts, [*starts[1:], layout.document_ids.numel()], padding):
+        for query in range(start, end, cut) if not skip else ():
+            query_end = min(query + cut, end)
+            calls[0].append(Span(query, query_end, query, query_end, causal=True))
+            for index, key in enumerate(range(start, query, cut), 1):
+                calls.extend([] for _ in range(index + 1 - len(calls)))
+                calls[index].append(Span(query, query_end, key, key + cut, causal=False))
+    upstream = torch.randn(expected[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        q, k, v, grad = (tensor.detach().flatten(0, 1).to(dtype) for tensor in (*leaves, upstream))
+        out, lse = joined([span_attention(q, k, v, spans, 0.5) for spans in calls])
+        grads = [span_attention_backward(grad, q, k, v, out, lse, spans, 0.5) for spans in calls]
+        actual = [out, *(sum(parts[1:], parts[0]) for parts in zip(*grads))]
+        for one, other in zip(actual, expected):
+            torch.testing.assert_close(one.double(), other.flatten(0, 1), atol=tolerance, rtol=tolerance)
+        assert torch.equal(lse == -torch.inf, ~layout.valid.flatten()[:, None].expand_as(lse))
+
+
+def test_spans_are_the_operations_that_a_gpu_takes():
+    """Shapes of both calls on a GPU that is not there, in 16 bits, with heads whose sizes it does not take as they are."""
+    spans = [Span(0, 7, 3, 20, causal=False), Span(10, 30, 20, 50, causal=False), Span(40, 48, 40, 48, causal=True)]
+    with FakeTensorMode():
+        q, k, v = (torch.empty(60, h, d, dtype=torch.bfloat16, device="cuda") for h, d in ((4, 20), (2, 20), (2, 12)))
+        out, lse = span_attention(q, k, v, spans, 0.5)
+        assert (out.shape, lse.shape, lse.dtype) == ((60, 4, 12), (60, 4), torch.float32)
+        grads = span_attention_backward(torch.empty_like(out), q, k, v, out, lse, spans, 0.5)
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]

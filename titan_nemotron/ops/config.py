@@ -18,6 +18,8 @@ class KernelsConfig(Table):
     """RMS norm and gated RMS norm: `fused` is ours, with a hand-written backward (CPU, CUDA)."""
     attention: Literal["auto", "reference", "documents", "flex"] = "auto"
     """Attention: `documents` makes one causal call a document (CPU), `flex` is flex attention with a block mask (CUDA)."""
+    attention_spans: Literal["auto", "reference", "flash"] = "auto"
+    """Attention of a ring of ranks, a step: `flash` is torch's own (CPU; CUDA in 16 bits, else the reference)."""
     experts: Literal["auto", "reference", "grouped_mm", "triton"] = "auto"
     """Routed experts: `grouped_mm` is torch's grouped products (CPU, CUDA), `triton` has our kernel between them (CUDA)."""
     head: Literal["auto", "reference", "chunked", "liger"] = "auto"

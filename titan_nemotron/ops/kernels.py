@@ -31,6 +31,7 @@ PATHS: dict[str, tuple[Path, ...]] = {
     "conv": (Path("causal_conv1d", ("cuda",), "causal_conv1d_cuda"), Path("shifted"), REFERENCE),
     "norm": (Path("fused"), REFERENCE),
     "attention": (Path("documents", ("cpu",)), Path("flex", ("cuda",)), REFERENCE),
+    "attention_spans": (Path("flash"), REFERENCE),
     "experts": (Path("triton", ("cuda",), "triton"), Path("grouped_mm"), REFERENCE),
     "head": (Path("liger", ("cuda",), "liger_kernel"), Path("chunked"), REFERENCE),
 }

@@ -43,7 +43,7 @@ class _Documents(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _segments(document_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+def segments(document_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
     """Start of every run of one document or of padding, and whether it is padding."""
     first = torch.ones_like(document_ids_BL, dtype=torch.bool)
     first[:, 1:] = document_ids_BL[:, 1:] != document_ids_BL[:, :-1]
@@ -57,7 +57,7 @@ def _calls(document_ids_BL: Tensor, window: int | None) -> list[tuple[int, int, 
     The keys of a call are those from the first key to the end. Without a window, or in a document that it covers, keys
     and queries are the document; else the queries of a longer document come in blocks of the window's size.
     """
-    starts, padding = (tensor.tolist() for tensor in _segments(document_ids_BL))
+    starts, padding = (tensor.tolist() for tensor in segments(document_ids_BL))
     calls = []
     for start, end, skip in zip(starts, [*starts[1:], document_ids_BL.numel()], padding):
         block = end - start if window is None or end - start <= window + 1 else max(window, 64)
@@ -80,7 +80,7 @@ def _call_mask(call: tuple[int, int, int], window: int | None, like: Tensor) -> 
 
 def _common_length(document_ids_BL: Tensor, window: int | None) -> int | None:
     """The length of all documents when one batched causal call does for all of them."""
-    starts, padding = _segments(document_ids_BL)
+    starts, padding = segments(document_ids_BL)
     if starts.numel() == 0 or bool(padding.any()):
         return None
     length, rest = divmod(document_ids_BL.numel(), starts.numel())

@@ -11,6 +11,7 @@ from titan_nemotron.models.layers.mamba2 import Mamba2
 from titan_nemotron.models.layers.moe import MoE
 from titan_nemotron.parallel.context.exchange import summed
 from titan_nemotron.parallel.context.possible import why_not
+from titan_nemotron.parallel.context.ring import RingAttention
 from titan_nemotron.parallel.context.state import StatePassingMix
 from titan_nemotron.parallel.context.ulysses import UlyssesAttention
 from titan_nemotron.parallel.context.ulysses_mix import UlyssesMix
@@ -18,7 +19,7 @@ from titan_nemotron.parallel.context.ulysses_mix import UlyssesMix
 __all__ = ["split_rows", "why_not"]
 
 MIXES = {"state": StatePassingMix, "ulysses": UlyssesMix}
-CORES = {"ulysses": UlyssesAttention}
+CORES = {"ulysses": UlyssesAttention, "ring": RingAttention}
 
 
 def split_rows(
@@ -26,12 +27,12 @@ def split_rows(
     mesh: DeviceMesh,
     *,
     mamba: Literal["state", "ulysses"] = "state",
-    attention: Literal["ulysses"] = "ulysses",
+    attention: Literal["ulysses", "ring"] = "ulysses",
 ) -> None:
     """Swap what crosses tokens for what also crosses the ranks of `mesh`, the context axis.
 
-    state: Mamba-2 passes its states on. ulysses: positions are exchanged for heads. The sums of a row over its positions
-    are those of all ranks. Raises UserError for heads that do not divide.
+    state: Mamba-2 passes its states on. ulysses: positions are exchanged for heads. ring: keys and values go round. The sums
+    of a row over its positions are those of all ranks. Raises UserError for heads that do not divide.
     """
     group, degree = mesh.get_group(), mesh.size()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single, all_to_all_single_autograd
 
 try:  # its name from torch 2.13 on; the older one warns there
     from torch.distributed._functional_collectives import all_gather_single_autograd
@@ -31,6 +31,18 @@ def handed_on(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         rows = rows[:0]
     arrived = all_to_all_single_autograd(rows.contiguous(), received, sent, group)
     return arrived.view(tensor.shape) if rank else torch.zeros_like(tensor) + 0 * arrived.sum()
+
+
+def passed(tensor: Tensor, to: int | None, source: int | None, group: dist.ProcessGroup) -> Tensor:
+    """Flat, on its way (wait_tensor ends it), without gradients: what rank `source` passes, while `tensor` goes to rank
+    `to`; of one size everywhere, and nothing where there is no such rank. All ranks of the group take part."""
+
+    def sizes(rank: int | None) -> list[int]:
+        return [tensor.numel() if other == rank else 0 for other in range(group.size())]
+
+    rows = tensor.contiguous().flatten() if to is not None else tensor.new_empty(0)
+    coming: Tensor = all_to_all_single(rows, sizes(source), sizes(to), group)
+    return coming
 
 
 def heads_for_positions(x_BlHE: Tensor, group: dist.ProcessGroup) -> Tensor:
