@@ -99,13 +99,16 @@ def slowest(times: list[dict[str, Times]]) -> dict[str, float]:
 
 class Traffic(TorchDispatchMode):
     """Counts the bytes that this rank receives in collective operations. Reductions count as a ring would send them:
-    (P - 1) / P of the tensor for a scatter or a gather, both for an all-reduce."""
+    (P - 1) / P of the tensor for a scatter or a gather, both for an all-reduce. It looks into our own operations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.received = 0.0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function.namespace == "titan_nemotron":
+            with self:
+                return function._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *arguments, **(keywords or {}))
         out = function(*arguments, **(keywords or {}))
         match function.overloadpacket.__name__:
             case "all_to_all_single":

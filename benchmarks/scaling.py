@@ -60,7 +60,12 @@ def measure(length: int, repeats: int) -> tuple[dict[str, Times], dict[str, floa
         mesh = build_mesh(parallel, torch.device("cpu"))
         with torch.device("meta"):
             model = FAMILY.model(CONFIG)
-        options = {"recompute": RecomputeConfig(), "compile": CompileConfig(), "dtype": torch.float32}
+        options = {
+            "recompute": RecomputeConfig(),
+            "compile": CompileConfig(),
+            "dtype": torch.float32,
+            "microbatch": (1, length),
+        }
         apply(model, mesh, parallel=parallel, seed=0, **options)  # type: ignore[arg-type]
         batch = own_part(rows(length, degree if axis == "context" else 1), mesh)
         runs[axis] = partial(step, model, batch)

@@ -37,19 +37,27 @@ from titan_nemotron.checkpoint.manager import CheckpointManager
 from titan_nemotron.layout import Batch
 from titan_nemotron.models.layers.moe import Experts, LocalDispatch
 from titan_nemotron.models.nemotron3 import FAMILY
+from titan_nemotron.models.nemotron3.config import Nemotron3Config
 from titan_nemotron.optim.adamw import build_optimizer
 from titan_nemotron.optim.config import OptimizerConfig
-from titan_nemotron.parallel.config import ParallelConfig
+from titan_nemotron.parallel.config import ContextMethodConfig, ParallelConfig
+from titan_nemotron.parallel.context import CORES, MIXES
 from titan_nemotron.parallel.expert import AllToAllDispatch
 from titan_nemotron.parallel.mesh import EXPERT, Mesh, build_mesh, data_coordinates, own_part
 from titan_nemotron.parallel.sharded import local_part
 from titan_nemotron.train.step import forward_backward, global_totals, reduce_sums, train_step
 
 EIGHT = CONFIG.model_copy(update={"n_routed_experts": 8})  # divide over 4 ranks
+EVEN = EIGHT.model_copy(update={"mamba_num_heads": 4, "n_groups": 2})  # heads of every kind divide, too
 DEGREES = {  # (replicate, context, expert) by number of ranks
     2: ((2, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2)),
     4: ((2, 1, 1), (4, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 1), (1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 4, 4)),
 }
+WAYS = (
+    ("ulysses", "ring", "selective"),
+    ("state", "ring", "full"),
+    ("ulysses", "ulysses", "none"),
+)  # of splitting rows
 
 
 def meshes(context: Context) -> list[Mesh]:
@@ -97,14 +105,35 @@ def meshes_have_one_gradient(context: Context) -> None:
 
 
 @case(2, 4)
+def ways_to_split_rows_have_one_gradient(context: Context) -> None:
+    """Each method of each kind of layer, beside spread experts, with each kind of recomputation."""
+    loss, expected, counts = reference(context, EVEN)
+    mesh = build_mesh(ParallelConfig(context=context.world_size, expert=2), torch.device("cpu"))
+    batches = own_batches(0, mesh, 2)
+    for mamba, attention, recompute in WAYS:
+        method = ContextMethodConfig(mamba=mamba, attention=attention)  # type: ignore[arg-type]
+        model = sharded(mesh, config=EVEN, recompute=recompute, parallel=ParallelConfig(context_method=method))
+        for letter, way, kinds in (("mix", mamba, MIXES), ("core", attention, CORES)):
+            found = {type(getattr(module, letter)) for module in model.modules() if hasattr(module, letter)}
+            assert found == {kinds[way]}
+        actual_loss, actual, actual_counts = gradients(model, batches, SETTINGS)
+        assert abs(actual_loss / loss - 1) <= 1e-6, method
+        assert_gradients(actual, expected, total=1e-6, each=2e-5)
+        for call, count in counts.items():
+            assert torch.equal(actual_counts[call], count.double()), (method, call)
+
+
+@case(2, 4)
 def rows_of_any_length_have_one_gradient(context: Context) -> None:
     """Rows that the ranks do not divide, or too short for the convolution, are padded: loss of every depth, auxiliary loss,
     gradient and counts are those of the rows alone."""
     mesh = build_mesh(ParallelConfig(context=context.world_size), torch.device("cpu"))
-    plain, model = Reference(unsharded(EIGHT)), sharded(mesh, config=EIGHT)
-    for length in (LENGTH - 1, LENGTH + 1, 5):
+    plain = Reference(unsharded(EVEN))
+    for length, (mamba, attention, recompute) in zip((LENGTH - 1, LENGTH + 1, 5), WAYS, strict=True):
+        method = ContextMethodConfig(mamba=mamba, attention=attention)  # type: ignore[arg-type]
+        model = sharded(mesh, config=EVEN, recompute=recompute, parallel=ParallelConfig(context_method=method))
         batch = rows(0, length=length)
-        part = own_part(batch, mesh, shortest=EIGHT.conv_kernel - 1)
+        part = own_part(batch, mesh, shortest=EVEN.conv_kernel - 1)
         _, losses, expected = plain.gradients(batch)
         totals = global_totals([part])
         sums = reduce_sums(forward_backward(model, [part], totals, SETTINGS))
@@ -135,10 +164,10 @@ def compiled_blocks_let_rows_travel(context: Context) -> None:
         assert torch.equal(actual_counts[call], count.double()), call
 
 
-def reference(context: Context) -> tuple[Tensor, dict, dict]:
+def reference(context: Context, config: Nemotron3Config = EIGHT) -> tuple[Tensor, dict, dict]:
     if context.rank:
         return shared(context.rank, None)  # type: ignore[return-value]
-    loss, losses, found = Reference(unsharded(EIGHT)).gradients(rows(0))
+    loss, losses, found = Reference(unsharded(config)).gradients(rows(0))
     counts = {call: stats["counts_E"] for call, stats in losses.stats.items() if "counts_E" in stats}
     return shared(0, (loss, found, counts))  # type: ignore[return-value]
 

@@ -91,6 +91,7 @@ def sharded(
         recompute=RecomputeConfig(mode=recompute),  # type: ignore[arg-type]
         compile=CompileConfig(enable=compile),
         dtype=dtype,
+        microbatch=(ROWS, LENGTH),
         seed=seed,
     )
     return model

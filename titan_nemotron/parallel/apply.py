@@ -21,6 +21,8 @@ from titan_nemotron.models.layers.moe import Experts
 from titan_nemotron.models.layers.mtp import MTPBlock
 from titan_nemotron.parallel.config import CompileConfig, FSDPConfig, ParallelConfig, RecomputeConfig
 from titan_nemotron.parallel.context import split_rows
+from titan_nemotron.parallel.context.choose import ContextPlan, choose
+from titan_nemotron.parallel.context.cost import Rows
 from titan_nemotron.parallel.expert import shard_dim, spread_experts
 from titan_nemotron.parallel.fsdp import kept_blocks, tune
 from titan_nemotron.parallel.mesh import EXPERT, EXPERT_SHARD, Mesh
@@ -36,14 +38,16 @@ def apply(
     recompute: RecomputeConfig,
     compile: CompileConfig,
     dtype: torch.dtype,
+    microbatch: tuple[int, int],
     seed: int | None,
 ) -> None:
     """Parallelise `model`, built on the meta device, in place; its methods and parameter names stay as they are.
 
     dtype: what layers compute in. Master weights, gradients and their reduction are fp32. Modules with `stays_fp32`
-    compute with fp32 weights. seed None leaves the weights empty: the caller loads every one of them.
+    compute with fp32 weights. microbatch: its rows and their whole length, by which the ways to split rows are compared.
+    seed None leaves the weights empty: the caller loads every one of them.
     """
-    arrange(model, mesh, parallel=parallel, recompute=recompute, compile=compile, dtype=dtype)
+    arrange(model, mesh, parallel=parallel, recompute=recompute, compile=compile, dtype=dtype, microbatch=microbatch)
     materialise(model, mesh)
     if seed is not None:
         initialize(model, seed, local_part=local_part)
@@ -57,18 +61,29 @@ def arrange(
     recompute: RecomputeConfig,
     compile: CompileConfig,
     dtype: torch.dtype,
+    microbatch: tuple[int, int],
 ) -> None:
     """Everything of `apply` that needs no memory: parameters are sharded, and still on the meta device."""
     blocks = [block for _, block in cast(Model, model).blocks()]
     if mesh.experts is not None:
         spread_experts(model, mesh.experts[EXPERT])
     if mesh.context is not None:
-        split_rows(model, mesh.context)
+        split_rows(model, mesh.context, plan_context(model, mesh, parallel, dtype, microbatch).methods)
     for block in blocks:
         apply_recompute(block, recompute.mode)
     if compile.enable:
         compile_blocks(blocks)
     shard(model, blocks, mesh, parallel.fsdp, dtype)
+
+
+def plan_context(
+    model: nn.Module, mesh: Mesh, parallel: ParallelConfig, dtype: torch.dtype, microbatch: tuple[int, int]
+) -> ContextPlan:
+    """How `arrange` splits the rows of each layer where ranks share rows; asked before it has."""
+    number, length = microbatch
+    config = parallel.context_method
+    rows = Rows(number, length, mesh.context_degree, dtype.itemsize, config.document_length)
+    return choose(model, rows, config, mesh.device_type)
 
 
 def compile_blocks(blocks: list[nn.Module]) -> None:

@@ -41,6 +41,27 @@ class FSDPConfig(Table):
             )
 
 
+class ContextMethodConfig(Table):
+    """How rows that ranks share are split, by kind of layer. "auto" takes what costs least by parallel/context/cost.py, from
+    the rates given here."""
+
+    mamba: Literal["auto", "state", "ulysses"] = "auto"
+    """state passes convolution inputs and states on, whatever the length; ulysses exchanges positions for heads."""
+    attention: Literal["auto", "ulysses", "ring"] = "auto"
+    """ulysses exchanges positions for heads; ring sends keys and values round, which are few where query heads share them,
+    but waits for the ranks with the longest documents."""
+    document_length: Annotated[int, Field(ge=0)] = 0
+    """Mean tokens of a document: what a ring waits for depends on it. 0: a row is one document."""
+    device: Literal["auto", "h100", "h200", "gb200", "gloo"] = "auto"
+    """Whose rates to take; auto is the device of the run, gloo on a CPU."""
+    link_gigabytes: Annotated[float, Field(ge=0)] = 0.0
+    """GB a second that a rank receives; 0 is the device's."""
+    compute_teraflops: Annotated[float, Field(ge=0)] = 0.0
+    """TFLOP a second of a rank; 0 is the device's."""
+    latency_microseconds: Annotated[float, Field(ge=0)] = 0.0
+    """Of a message between ranks; 0 is the device's."""
+
+
 class ParallelConfig(Table):
     """How the ranks of a run share its work."""
 
@@ -50,8 +71,8 @@ class ParallelConfig(Table):
     """Ranks with rows of their own that share one copy of the weights, gradients and optimizer state, together with the
     ranks of `context`; -1 is all that replicate and context leave."""
     context: Annotated[int, Field(gt=0)] = 1
-    """Ranks that share rows, each with a part of every row: for rows too long for one device. Mamba-2 passes its states
-    on, attention exchanges positions for heads. Divides training.sequence_length."""
+    """Ranks that share rows, each with a part of every row: for rows too long for one device. Divides
+    training.sequence_length."""
     expert: Annotated[int, Field(gt=0)] = 1
     """Ranks, of those that share a copy, over which the experts of each layer are spread: tokens travel to them instead of
     weights. Divides the ranks of a copy and the number of experts."""
@@ -60,6 +81,7 @@ class ParallelConfig(Table):
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """A collective operation that takes longer than this ends the run."""
     fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
+    context_method: ContextMethodConfig = Field(default_factory=ContextMethodConfig)
 
 
 class RecomputeConfig(Table):

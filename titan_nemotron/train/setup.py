@@ -23,7 +23,8 @@ from titan_nemotron.layout import Batch
 from titan_nemotron.models.family import Family, load_family
 from titan_nemotron.ops import kernels
 from titan_nemotron.optim.adamw import build_optimizer, freeze
-from titan_nemotron.parallel.apply import apply
+from titan_nemotron.parallel.apply import apply, plan_context
+from titan_nemotron.parallel.context.choose import ContextPlan
 from titan_nemotron.parallel.mesh import data_coordinates, own_part
 from titan_nemotron.parallel.sharded import local_part
 from titan_nemotron.train.flops import ModelSize, model_size
@@ -71,6 +72,7 @@ class Run:
     family: Family
     model: Any
     size: ModelSize
+    context: ContextPlan | None
     optimizer: torch.optim.Optimizer
     settings: StepSettings
     tokenizer: Tokenizer
@@ -159,6 +161,25 @@ def compute_dtype(job: Job, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def arrangement(job: Job, ranks: Ranks) -> dict[str, Any]:
+    """What parallel.apply and arrange take of a job."""
+    return {
+        "parallel": job.parallel,
+        "recompute": job.recompute,
+        "compile": job.compile,
+        "dtype": compute_dtype(job, ranks.device),
+        "microbatch": (job.training.microbatch_size, job.training.sequence_length),
+    }
+
+
+def context_plan(job: Job, model: nn.Module, ranks: Ranks) -> ContextPlan | None:
+    """How the rows of each layer will be split, where ranks share rows. Raises UserError."""
+    if ranks.mesh.context is None:
+        return None
+    microbatch = job.training.microbatch_size, job.training.sequence_length
+    return plan_context(model, ranks.mesh, job.parallel, compute_dtype(job, ranks.device), microbatch)
+
+
 def with_whole_model(job: Job) -> Job:
     """The job with every key of the model's configuration written out, so that it outlives changes of flavors."""
     config = job.model.resolved().model_dump(exclude_none=True)
@@ -177,15 +198,8 @@ def build(job: Job, ranks: Ranks) -> Run:
     check_vocabulary(job, tokenizer)
     size = model_size(model, job.training.sequence_length)
     loads = job.checkpoint.load is not None and checkpoints.latest() is None
-    apply(
-        model,
-        ranks.mesh,
-        parallel=job.parallel,
-        recompute=job.recompute,
-        compile=job.compile,
-        dtype=compute_dtype(job, ranks.device),
-        seed=None if loads else job.job.seed,
-    )
+    context = ranks.together(lambda: context_plan(job, model, ranks))
+    apply(model, ranks.mesh, **arrangement(job, ranks), seed=None if loads else job.job.seed)
     torch.manual_seed(job.job.seed + ranks.rank)
     if loads:
         load_initial(job, family, model, ranks, directory)
@@ -201,6 +215,7 @@ def build(job: Job, ranks: Ranks) -> Run:
         family=family,
         model=model,
         size=size,
+        context=context,
         optimizer=build_optimizer(model, job.optimizer),
         settings=StepSettings(
             mtp_loss_scale=job.training.mtp_loss_scale,
