@@ -3,8 +3,9 @@
 Shapes: B rows, L positions, D multi-token-prediction depths, N documents.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from titan_nemotron.errors import UserError
 
+T = TypeVar("T")
 PADDING = -1  # document id of a padding position
 IGNORED = -100  # label of a position that is not scored (the value Hugging Face and PyTorch use)
 
@@ -103,15 +105,23 @@ class DocumentLayout:
         extra = length - self.document_ids.shape[1]
         return DocumentLayout.from_document_ids(F.pad(self.document_ids, (0, extra), value=PADDING))
 
+    def derive(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` derives from the layout, kept under `key`. A compiled graph does not keep what it makes itself: the
+        forward of one that is recomputed may change nothing outside."""
+        if key in self.derived:
+            found: T = self.derived[key]
+            return found
+        made = make()
+        if not torch.compiler.is_compiling():
+            self.derived[key] = made
+        return made
+
     @property
     def whole(self) -> "DocumentLayout":
         """The layout of a rank that holds whole rows; what is derived from it is kept."""
-        if self.part is None:
-            return self
-        if "whole" not in self.derived:
-            self.derived["whole"] = replace(self, start=0, part=None, derived={})
-        whole: DocumentLayout = self.derived["whole"]
-        return whole
+        return (
+            self if self.part is None else self.derive("whole", lambda: replace(self, start=0, part=None, derived={}))
+        )
 
     @property
     def length(self) -> int:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.harness import Context, case
+from tests.ops.support import relative
 from titan_nemotron.layout import DocumentLayout
 from titan_nemotron.models.layers.attention import LocalAttention
 from titan_nemotron.models.layers.mamba2 import LocalMix, MixWeights
@@ -106,3 +107,25 @@ def attention_over_split_rows(context: Context) -> None:
         shapes = [(ROWS, length, n, size) for n, size in ((heads, 4), (kv_heads, 4), (kv_heads, 6))]
         for core in (UlyssesAttention, RingAttention):
             check(context, local, core(local, group(context)), random(*shapes), [])
+
+
+@case(2, 4)
+def a_ring_in_lower_precision(context: Context) -> None:
+    """Against whole rows in fp64: PyTorch's fused calls in fp32 and bf16, whose contributions travel in that dtype."""
+    length, local = PART * context.world_size, LocalAttention(scale=0.3)
+    ring = RingAttention(local, group(context))
+    whole = random(*((ROWS, length, n, size) for n, size in ((8, 4), (2, 4), (2, 6))))
+    whole = [tensor.bfloat16().double().requires_grad_() for tensor in whole]
+    for layout in layouts(context):
+        out = local(*whole, layout)[0]
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+        expected = [out, *torch.autograd.grad(out, whole, upstream.double())]
+        part = layout.shard(context.rank, context.world_size)
+        here = slice(part.start, part.start + part.length)
+        for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+            parts = [tensor[:, here].detach().to(dtype).requires_grad_() for tensor in whole]
+            y = ring(*parts, part)[0]
+            actual = [y, *torch.autograd.grad(y, parts, upstream[:, here].to(dtype))]
+            for one, other in zip(actual, expected, strict=True):
+                assert one.dtype == dtype
+                assert relative(one, other[:, here]) <= tolerance, (dtype, layout.document_ids)

@@ -151,17 +151,25 @@ def rows_of_any_length_have_one_gradient(context: Context) -> None:
 
 @case(2)
 def compiled_blocks_let_rows_travel(context: Context) -> None:
-    """The exchange of rows is part of a block's one graph."""
-    loss, expected, counts = reference(context)
-    mesh = build_mesh(ParallelConfig(expert=2), torch.device("cpu"))
+    """What ranks exchange, of experts and of parts of rows, is part of a block's one graph."""
+    loss, expected, counts = reference(context, EVEN)
     traced = functools.partial(torch.compile, backend="aot_eager")
-    with mock.patch.object(torch, "compile", traced):
-        model = sharded(mesh, config=EIGHT, recompute="selective", compile=True)
-    actual_loss, actual, actual_counts = gradients(model, microbatches(0, context.rank, context.world_size, 2))
-    assert abs(actual_loss / loss - 1) <= 1e-6
-    assert_gradients(actual, expected, total=1e-5, each=1e-5)
-    for call, count in counts.items():
-        assert torch.equal(actual_counts[call], count.double()), call
+    for degree, mamba, attention in ((1, "state", "ring"), (2, "state", "ring"), (2, "ulysses", "ulysses")):
+        mesh = build_mesh(ParallelConfig(expert=2, context=degree), torch.device("cpu"))
+        method = ContextMethodConfig(mamba=mamba, attention=attention)  # type: ignore[arg-type]
+        with mock.patch.object(torch, "compile", traced):
+            model = sharded(
+                mesh,
+                config=EVEN,
+                recompute="selective",
+                compile=True,
+                parallel=ParallelConfig(context_method=method),
+            )
+        actual_loss, actual, actual_counts = gradients(model, own_batches(0, mesh, 2))
+        assert abs(actual_loss / loss - 1) <= 1e-6
+        assert_gradients(actual, expected, total=1e-5, each=1e-5)
+        for call, count in counts.items():
+            assert torch.equal(actual_counts[call], count.double()), call
 
 
 def reference(context: Context, config: Nemotron3Config = EIGHT) -> tuple[Tensor, dict, dict]:

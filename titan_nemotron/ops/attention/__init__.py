@@ -60,9 +60,7 @@ def cached_attention(
 def _reference(
     q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, layout: DocumentLayout, scale: float, window: int | None
 ) -> Tensor:
-    mask_BLL = layout.derived.get(("attention mask", window))
-    if mask_BLL is None:
-        mask_BLL = layout.derived["attention mask", window] = _mask(layout.document_ids, window)
+    mask_BLL = layout.derive(("attention mask", window), lambda: _mask(layout.document_ids, window))
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BLHD, k_BLKD, v_BLKD))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BLL[:, None], scale=scale, enable_gqa=True)
     return torch.where(layout.valid[:, :, None, None], out.transpose(1, 2), 0)

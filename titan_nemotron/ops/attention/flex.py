@@ -22,9 +22,7 @@ def attention_by_flex(
     """
     # Inside a compiled block the call is traced with the rest; outside, uncompiled flex attention would build all scores.
     attend = _flex_attention() if torch.compiler.is_compiling() else _compiled_flex_attention()
-    block_mask = layout.derived.get(("block mask", window))
-    if block_mask is None:
-        block_mask = layout.derived["block mask", window] = make_block_mask(layout, window)
+    block_mask = layout.derive(("block mask", window), lambda: make_block_mask(layout, window))
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BLHD, k_BLKD, v_BLKD))
     out = attend(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return torch.where(layout.valid[:, :, None, None], out.transpose(1, 2), 0)

@@ -203,7 +203,7 @@ def _backward(
     _add(own_TKF, coming)
     dk, dv = own_TKF.split([k_TKD.shape[-1], v_TKE.shape[-1]], -1)
     like = (q_BlHD, k_BlKD, v_BlKE)
-    return tuple(g.to(x.dtype).reshape(x.shape) for g, x in zip((dq_THD, dk, dv), like))
+    return tuple(g.to(x.dtype).reshape(x.shape).contiguous() for g, x in zip((dq_THD, dk, dv), like))
 
 
 def _add(total: Tensor, coming: Tensor | None) -> None:
