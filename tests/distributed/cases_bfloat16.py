@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.distributed.cases_mesh import EIGHT, meshes, own_batches
 from tests.distributed.harness import Context, case
-from tests.distributed.reference import SETTINGS, microbatches, relative, sharded, whole_gradients
+from tests.distributed.reference import ROWS, SETTINGS, microbatches, relative, sharded, whole_gradients
 from titan_nemotron.optim.adamw import build_optimizer
 from titan_nemotron.optim.config import OptimizerConfig
+from titan_nemotron.parallel.config import FSDPConfig, ParallelConfig
+from titan_nemotron.parallel.mesh import data_coordinates
 from titan_nemotron.train.step import forward_backward, global_totals, train_step
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -96,26 +99,29 @@ def dtypes_of_operations(context: Context) -> None:
     assert {entry["exp_avg"].dtype for entry in optimizer.state.values()} == {FP32}
 
 
-@case(2)
+@case(2, 4)
 def multi_token_share_of_the_head(context: Context) -> None:
-    """The head's gradient sums main and multi-token losses in fp32: a share of a thousandth survives in bf16 compute."""
-    model = sharded(context.mesh, dtype=BF16)
-    batch = microbatches(0, context.rank, context.world_size, 4)[0]
-    totals = global_totals([batch])
+    """The head's gradient sums main and multi-token losses in fp32: a share of a thousandth survives in bf16 compute and
+    with bf16 on the wire, on every mesh."""
     scale = 3e-3
+    for mesh in meshes(context):
+        wire = FSDPConfig(reduce_dtype="bfloat16")
+        model = sharded(mesh, config=EIGHT, dtype=BF16, parallel=ParallelConfig(fsdp=wire))
+        batch = own_batches(0, mesh, ROWS // data_coordinates(mesh)[1])[0]
+        totals = global_totals([batch])
 
-    def head_gradient(main: float, mtp: float) -> Tensor:
-        losses = model.loss(batch)
-        (main * losses.main / totals.targets.float() + mtp * losses.mtp.sum() / totals.targets.float()).backward()
-        gradient = whole_gradients(model)["lm_head.weight"]
-        model.zero_grad()
-        return gradient
+        def head_gradient(main: float, mtp: float) -> Tensor:
+            losses = model.loss(batch)
+            (main * losses.main / totals.targets.float() + mtp * losses.mtp.sum() / totals.targets.float()).backward()
+            gradient = whole_gradients(model)["lm_head.weight"]
+            model.zero_grad()
+            return gradient
 
-    both, main, share = head_gradient(1.0, scale), head_gradient(1.0, 0.0), head_gradient(0.0, scale)
-    assert share.norm() < 1e-2 * main.norm()
-    assert relative(both - main, share) <= 1e-3
-    rounded = (main.bfloat16() + share.bfloat16()).float() - main.bfloat16().float()
-    assert relative(rounded, share) > 0.1  # what a sum in bf16 would have left of it
+        both, main, share = head_gradient(1.0, scale), head_gradient(1.0, 0.0), head_gradient(0.0, scale)
+        assert share.norm() < 1e-2 * main.norm()
+        assert relative(both - main, share) <= 1e-3, mesh.axes
+        rounded = (main.bfloat16() + share.bfloat16()).float() - main.bfloat16().float()
+        assert relative(rounded, share) > 0.1  # what a sum in bf16 would have left of it
 
 
 @case(2)
