@@ -154,14 +154,19 @@ def compiled_blocks_let_rows_travel(context: Context) -> None:
     """What ranks exchange, of experts and of parts of rows, is part of a block's one graph."""
     loss, expected, counts = reference(context, EVEN)
     traced = functools.partial(torch.compile, backend="aot_eager")
-    for degree, mamba, attention in ((1, "state", "ring"), (2, "state", "ring"), (2, "ulysses", "ulysses")):
+    kinds = (
+        (1, "state", "ring", "selective"),
+        (2, "state", "ring", "full"),
+        (2, "ulysses", "ulysses", "selective"),
+    )
+    for degree, mamba, attention, recompute in kinds:
         mesh = build_mesh(ParallelConfig(expert=2, context=degree), torch.device("cpu"))
         method = ContextMethodConfig(mamba=mamba, attention=attention)  # type: ignore[arg-type]
         with mock.patch.object(torch, "compile", traced):
             model = sharded(
                 mesh,
                 config=EVEN,
-                recompute="selective",
+                recompute=recompute,
                 compile=True,
                 parallel=ParallelConfig(context_method=method),
             )
@@ -248,14 +253,17 @@ def rows_travel_whatever_their_number(context: Context) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Counts operations by name."""
+    """Counts operations by name, and exchanges besides by what is exchanged."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
-        self.counts[function.overloadpacket.__name__] += 1
+        name = function.overloadpacket.__name__
+        self.counts[name] += 1
+        if name == "all_to_all_single":
+            self.counts[f"{name} of {str(arguments[0].dtype).removeprefix('torch.')}"] += 1
         return function(*arguments, **(keywords or {}))
 
 
@@ -287,16 +295,23 @@ def the_host_waits_once(context: Context) -> None:
 
 
 @case(2)
-def selective_recomputation_sends_nothing_twice(context: Context) -> None:
-    """What arrived is kept: as many exchanges as without recomputation, and more when a block is computed whole again."""
+def recomputation_reuses_what_was_decided(context: Context) -> None:
+    """However much is computed again, experts are chosen, numbers told to other ranks and the host waits once a routed call;
+    of the rows, selective recomputation keeps what arrived, there and back, and sends nothing twice."""
     mesh = build_mesh(ParallelConfig(expert=2), torch.device("cpu"))
     exchanges = {}
     for recompute in ("none", "selective", "full"):
         model = sharded(mesh, config=EIGHT, recompute=recompute)
-        with Calls() as calls:
-            model.loss(rows(0)).main.backward()
-        exchanges[recompute] = calls.counts["all_to_all_single"]
-    assert exchanges["none"] == exchanges["selective"] < exchanges["full"], exchanges
+        with Calls() as forward:
+            losses = model.loss(rows(0))
+        routed = sum("counts_E" in stats for stats in losses.stats.values())
+        assert routed > 1 and forward.counts["on_host"] == forward.counts["all_to_all_single of int32"] == routed
+        with Calls() as backward:
+            (losses.main + losses.mtp.sum() + losses.auxiliary).backward()
+        assert not {"on_host", "all_to_all_single of int32", "topk", "_local_scalar_dense"} & set(backward.counts)
+        exchanges[recompute] = backward.counts["all_to_all_single"]
+    assert exchanges["none"] == exchanges["selective"] == 3 * routed  # rows there and back, weights there
+    assert exchanges["none"] < exchanges["full"] <= 6 * routed
 
 
 @case(2, 4)

@@ -89,7 +89,7 @@ class RecomputeConfig(Table):
 
     mode: Literal["none", "selective", "full"] = "none"
     """selective keeps the outputs of matrix products, attention, scans and experts, and computes the rest of a block again;
-    full keeps a block's input alone."""
+    full keeps a block's input, and where rows travel between ranks, alone."""
 
 
 class CompileConfig(Table):

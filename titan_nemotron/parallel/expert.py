@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_nemotron.models.layers.moe import DispatchHandle, Experts, LocalDispatch, MoE
-from titan_nemotron.ops.experts import inverse_permutation, permute_rows, sum_rows
+from titan_nemotron.ops.experts import inverse_permutation, on_host, permute_rows, sum_rows
 from titan_nemotron.parallel.mesh import check_degree
 
 
@@ -49,12 +49,12 @@ class AllToAllDispatch(LocalDispatch):
         self.group = group
 
     def send(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Travelling:  # type: ignore[override]
-        """Start the rows on their way. The host waits once, for their numbers."""
+        """Start the rows on their way. The host waits once, for their numbers; not when a block is computed again."""
         rows_SD, weights_S, offsets_E, home = super().send(x_TD, indices_TK, weights_TK)
         counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
         received_E = all_to_all_single(counts_E, None, None, self.group)
         counts_PE, received_PE = (counts.unflatten(0, (self.group.size(), -1)) for counts in (counts_E, received_E))
-        sent_P, received_P = torch.stack([counts_PE.sum(1), received_PE.sum(1)]).tolist()
+        sent_P, received_P = on_host(torch.stack([counts_PE.sum(1), received_PE.sum(1)])).tolist()
         rows_RD, weights_R = (
             all_to_all_single_autograd(tensor, received_P, sent_P, self.group) for tensor in (rows_SD, weights_S)
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_nemotron.layout import DocumentLayout
+from titan_nemotron.parallel.expert import AllToAllDispatch
 
 aten, travel = torch.ops.aten, torch.ops._c10d_functional
 
@@ -36,20 +37,37 @@ EXPENSIVE = {
 }
 
 
-def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what is expensive, compute the rest again.
+def expensive(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what is expensive and what decides where rows travel, compute the rest again.
 
     It sees operations, not kernels that were compiled or launched on their own: an operation of ours that is to be kept has
     to be a custom op. Flex attention is seen in compiled blocks alone; in eager ones it is computed again.
     """
     ours = getattr(op, "namespace", None) == "titan_nemotron"
-    return CheckpointPolicy.MUST_SAVE if ours or op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    return kept(ours or op in EXPENSIVE or decides(op, *args))
+
+
+def decisions(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what decides where rows travel alone."""
+    return kept(decides(op, *args))
+
+
+def decides(op: Any, *args: Any) -> bool:
+    """Whether an operation says where rows travel: the experts that are chosen, and the numbers of rows that ranks tell each
+    other and the host waits for. Kept, ranks agree on them in the backward without another word."""
+    if op in (travel.all_to_all_single.default, travel.wait_tensor.default):
+        return not args[0].is_floating_point()
+    return op in (aten.topk.default, torch.ops.titan_nemotron.on_host.default)
+
+
+def kept(keep: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective(
     block: nn.Module, x_BLD: Tensor, layout: DocumentLayout, cache: Any = None, indices: Tensor | None = None
 ) -> Any:
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, expensive)
     return _checkpointed(block, x_BLD, layout, cache, indices, context_fn=contexts)
 
 
@@ -57,6 +75,13 @@ def full(
     block: nn.Module, x_BLD: Tensor, layout: DocumentLayout, cache: Any = None, indices: Tensor | None = None
 ) -> Any:
     return _checkpointed(block, x_BLD, layout, cache, indices)
+
+
+def full_but_decisions(
+    block: nn.Module, x_BLD: Tensor, layout: DocumentLayout, cache: Any = None, indices: Tensor | None = None
+) -> Any:
+    contexts = functools.partial(create_selective_checkpoint_contexts, decisions)
+    return _checkpointed(block, x_BLD, layout, cache, indices, context_fn=contexts)
 
 
 def _checkpointed(block: nn.Module, *args: Any, **options: Any) -> Any:
@@ -73,4 +98,6 @@ def apply_recompute(block: nn.Module, mode: Literal["none", "selective", "full"]
     The new forward is a method of one function for all blocks, so that compiled blocks of one kind can share a graph.
     """
     if mode != "none":
-        block.forward = types.MethodType({"selective": selective, "full": full}[mode], block)  # type: ignore[method-assign]
+        travels = any(isinstance(module, AllToAllDispatch) for module in block.modules())
+        whole = full_but_decisions if travels else full
+        block.forward = types.MethodType(selective if mode == "selective" else whole, block)  # type: ignore[method-assign]
