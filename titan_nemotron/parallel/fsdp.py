@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from titan_nemotron.errors import UserError
 from titan_nemotron.models.family import Model
 from titan_nemotron.models.layers.moe import MoE
+from titan_nemotron.models.layers.mtp import MTPBlock
 from titan_nemotron.parallel.config import FSDPConfig
 
 
@@ -65,7 +66,10 @@ def kept_blocks(blocks: list[nn.Module], config: FSDPConfig) -> list[nn.Module]:
 def tune(model: nn.Module, blocks: list[nn.Module], reduced_fp32: list[nn.Module], config: FSDPConfig) -> None:
     """Prefetch and reduce as the configuration says; the model is sharded. `reduced_fp32` never travel in less."""
     root = cast(FSDPModule, model)
-    prefetch(cast(list[FSDPModule], blocks), config.prefetch)
+    ahead = {block for module in model.modules() if isinstance(module, MTPBlock) for block in module.modules()}
+    # Logits need no multi-token block: what the last block before them gathered of one would be kept, and be old one day.
+    for chain in ([b for b in blocks if b not in ahead], [b for b in blocks if b in ahead]):
+        prefetch(cast(list[FSDPModule], chain), config.prefetch)
     if config.reduce_dtype == "bfloat16":
         for module in model.modules():
             if isinstance(module, FSDPModule) and module not in reduced_fp32:
