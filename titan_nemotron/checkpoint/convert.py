@@ -118,6 +118,7 @@ def token_ids(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name as configurations write it: bfloat16 for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -162,6 +163,9 @@ class _Streaming(dcp.DefaultSavePlanner):
 
 
 def hub_to_checkpoint(source: Path, destination: Path, progress: Progress) -> None:
+    """Write a Hugging Face directory as one of our checkpoints, tensor by tensor in its stored dtype. Raises UserError for a
+    tensor that is missing, unexpected or misshapen.
+    """
     files = HubFiles(source)
     family = family_of_hub(files.config, str(source))
     config = family.hub.config_from_hub(files.config, where=str(source / "config.json"))
@@ -221,6 +225,9 @@ def model_table(family: Family, config: Table) -> dict[str, Any]:
 def checkpoint_to_hub(
     path: Path, destination: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Progress
 ) -> None:
+    """Write the weights of one of our checkpoints as a Hugging Face directory, in files of at most `max_shard_bytes` and in
+    `dtype`, or as they are stored. Raises UserError where the checkpoint does not hold the model its configuration names.
+    """
     family, config = checkpoint_model(path)
     slots = family.hub.tensors(config)
     reader = Reader(path)

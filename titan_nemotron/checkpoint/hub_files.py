@@ -34,6 +34,8 @@ OWN_FILES = (CONFIG, "hub.json", "state.json")
 
 
 class Entry(NamedTuple):
+    """Where a tensor lies, and what it is."""
+
     file: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,6 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_hub_directory(path: Path) -> bool:
+    """Whether it has a configuration and weights, in one file or with an index."""
     return (path / CONFIG).is_file() and ((path / WEIGHTS).is_file() or (path / INDEX).is_file())
 
 

@@ -73,6 +73,7 @@ class CheckpointManager:
         return self._on_rank_zero("look into", lambda: max(complete_steps(self.directory), default=None))
 
     def due(self, step: int) -> bool:
+        """Whether a checkpoint belongs after this step."""
         return self.config.interval > 0 and step % self.config.interval == 0
 
     @property
@@ -171,6 +172,7 @@ class CheckpointManager:
         return state
 
     def close(self) -> None:
+        """Wait for the save under way and take no more."""
         self.wait()
         self._worker.shutdown()
 
@@ -247,6 +249,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def is_checkpoint(path: Path) -> bool:
+    """Whether a directory is a whole checkpoint: its last two files are there."""
     return (path / ".metadata").is_file() and (path / "state.json").is_file()
 
 

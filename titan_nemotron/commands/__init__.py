@@ -20,6 +20,7 @@ COMMANDS = {
 
 
 def usage() -> str:
+    """What `titan-nemotron --help` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {sentence}" for name, sentence in COMMANDS.items()]
     return "\n".join(
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dispatch(name: str, arguments: list[str]) -> int:
+    """Run the command and return its exit status. Raises UserError for a name that is none."""
     if name == "--version":
         from titan_nemotron import __version__
 

@@ -61,6 +61,7 @@ def generated() -> dict[str, str]:
 
 
 def run(arguments: list[str]) -> None:
+    """Print the configuration that the arguments make, or write the generated files."""
     options, rest = split(ConfigOptions, Job, arguments, "titan-nemotron config")
     if not options.write:
         print(to_toml(load(Job, options.file, rest)), end="")

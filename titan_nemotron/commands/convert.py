@@ -23,6 +23,7 @@ class ConvertOptions(Table):
 
 
 def run(arguments: list[str]) -> None:
+    """Convert between Hugging Face directories and checkpoints, showing progress."""
     options = load(ConvertOptions, None, arguments, "titan-nemotron convert")
 
     import torch

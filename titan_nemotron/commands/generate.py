@@ -23,6 +23,7 @@ class GenerateOptions(ModelOptions):
 
 
 def run(arguments: list[str]) -> None:
+    """Continue a prompt and print the text as it comes."""
     options = load(GenerateOptions, None, arguments, "titan-nemotron generate")
     tokenizer = find_tokenizer(options.checkpoint, options.tokenizer)
 

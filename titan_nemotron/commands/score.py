@@ -27,6 +27,7 @@ class ScoreOptions(ModelOptions):
 
 
 def run(arguments: list[str]) -> None:
+    """Write the log-probability of every token of a safetensors file."""
     options = load(ScoreOptions, None, arguments, "titan-nemotron score")
     output = Path(options.output)
     if not output.parent.is_dir():

@@ -37,6 +37,7 @@ def data_table(config: str | None, arguments: list[str]) -> DataConfig:
 
 
 def run(arguments: list[str]) -> None:
+    """Write the sources of a configuration as shards of tokens."""
     options, rest = split(TokenizeOptions, Data, arguments, "titan-nemotron tokenize")
     data = data_table(options.config, rest)
     output = Path(options.output)

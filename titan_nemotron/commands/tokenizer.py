@@ -22,6 +22,7 @@ class TokenizerOptions(Table):
 
 
 def run(arguments: list[str]) -> None:
+    """Train a tokenizer on the sources of a configuration and save it."""
     options, rest = split(TokenizerOptions, Data, arguments, "titan-nemotron tokenizer")
     data = data_table(options.config, rest)
     output = Path(options.output)

@@ -34,9 +34,11 @@ class Flag:
     words: tuple[str, ...]
 
     def origin(self, table: type[Table]) -> Words:
+        """The flag as it was given, for messages."""
         return Words(" ".join([name_of(table, self.path), *self.words]))
 
     def as_words(self) -> list[str]:
+        """The flag as a command line would repeat it."""
         name = f"--{keys.dotted(self.path)}"
         return [f"{name}={self.words[0]}"] if len(self.words) == 1 else [name, *self.words]
 
@@ -89,6 +91,7 @@ def name_of(table: type[Table], path: Path) -> str:
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether -h or --help is among the words."""
     return "-h" in arguments or "--help" in arguments
 
 

@@ -18,6 +18,7 @@ Path = tuple[str | int, ...]  # ("data", "source", 0, "path"); written data.sour
 
 
 def dotted(path: Path) -> str:
+    """a.b.c, as flags and messages name a key."""
     return ".".join(str(part) for part in path)
 
 
@@ -31,6 +32,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def is_table(annotation: Any) -> bool:
+    """Whether an annotation is a class of Table."""
     return isinstance(annotation, type) and issubclass(annotation, Table)
 
 
@@ -61,6 +63,7 @@ def lookup(table: Any, path: Path) -> FieldInfo | Any | None:
 
 
 def annotation_of(found: FieldInfo | Any) -> Any:
+    """The type of a key, from its field or itself."""
     return found.annotation if isinstance(found, FieldInfo) else found
 
 
@@ -73,6 +76,7 @@ def item_table(annotation: Any) -> type[Table] | None:
 
 
 def inner_table(annotation: Any) -> type[Table] | None:
+    """The table that an annotation is or may be; None where it is none."""
     return next((member for member in members(annotation) if is_table(member)), None)
 
 
@@ -102,6 +106,7 @@ def usual_keys(field: FieldInfo) -> dict[str, FieldInfo] | None:
 
 
 def without_default(field: FieldInfo) -> FieldInfo:
+    """A copy of the field that has to be given."""
     plain = copy.copy(field)
     plain.default, plain.default_factory = None, None
     return plain

@@ -25,6 +25,7 @@ class KeysOf:
     path: str
 
     def table(self) -> "type[Table]":
+        """The class, imported now."""
         module, _, name = self.path.partition(":")
         found: type[Table] = getattr(importlib.import_module(module), name)
         return found

@@ -92,4 +92,5 @@ class DataConfig(Table):
 
     @property
     def has_validation(self) -> bool:
+        """Whether any documents are held out."""
         return bool(self.validation_source) or self.validation_fraction > 0

@@ -31,12 +31,14 @@ class BadRecords:
     named: list[str] = field(default_factory=list)
 
     def add(self, name: str, problem: str) -> None:
+        """Count a bad record, and name it if it is among the first few."""
         self.count += 1
         line = f"{name}: {problem}"
         if len(self.named) < MAX_NAMED and line not in self.named:
             self.named.append(line)
 
     def copy(self) -> "BadRecords":
+        """One that further records do not change."""
         return BadRecords(self.count, list(self.named))
 
 
@@ -48,12 +50,15 @@ class Selection:
     fraction: float
 
     def takes(self, keys: np.ndarray) -> np.ndarray:
+        """Which of the keys belong to this split."""
         if self.fraction == 0:
             return np.ones(len(keys), dtype=bool)
         return held_out(keys, self.fraction) == (self.split == "validation")
 
 
 class Order(Protocol):
+    """Documents of one epoch after another, by number: what shuffles reads through this."""
+
     bad: BadRecords
     num_documents: int | None  # of one epoch; None when only reading to the end would tell
 
@@ -225,6 +230,7 @@ def _has_text(record: Record) -> bool:
 
 
 def nothing_to_read(selection: Selection, num_records: int, bad: BadRecords) -> UserError:
+    """Why a selection has no document to give, as the error to raise."""
     which = "[[data.source]]"
     if num_records == 0:
         return UserError(f"{which}: the sources hold no documents")

@@ -81,6 +81,7 @@ def checked_text(value: Any, field: str) -> Record:
 
 
 def field_text(fields: Any, field: str) -> Record:
+    """The text in a field of a record, or what is wrong with it."""
     if not isinstance(fields, dict):
         return Record(problem=f"{type(fields).__name__} instead of an object with fields")
     if field not in fields:

@@ -56,6 +56,7 @@ class ShardWriter:
         self.shards.append({"name": name, "documents": len(self._keys), "tokens": self._offsets[-1]})
 
     def add(self, array: np.ndarray, key: int) -> None:
+        """Append a document's tokens; a shard that would grow beyond its size ends before it."""
         if self._keys and self._offsets[-1] + len(array) > self.tokens_per_shard:
             self._end_shard()
             self._start_shard()
@@ -66,6 +67,7 @@ class ShardWriter:
         self.num_tokens += len(array)
 
     def finish(self) -> None:
+        """Close the last shard, write tokenizer and manifest, and give the directory its name."""
         self._end_shard()
         self.tokenizer.save(self.partial)
         manifest = {
@@ -86,6 +88,7 @@ class ShardWriter:
             raise UserError(f"output {self.directory}: was made by another process meanwhile") from None
 
     def abandon(self) -> None:
+        """Remove what was written."""
         self._file.close()
         shutil.rmtree(self.partial, ignore_errors=True)
 

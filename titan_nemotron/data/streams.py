@@ -132,6 +132,7 @@ class Encoder:
         self.knows_bytes = exact_bytes or self.table is not None
 
     def empty_row(self, total: int) -> Row:
+        """A row of padding alone."""
         return np.full(total, self.eos_id, np.int32), np.full(total, NO_DOCUMENT, np.int32), np.zeros(total, np.int32)
 
     def __call__(self, record: Record) -> tuple[np.ndarray, np.ndarray | None]:
@@ -173,6 +174,7 @@ class Plan:
 
     @property
     def look_ahead(self) -> int:
+        """Tokens that a row needs beyond its length: the label of its last position, at every depth."""
         return 1 + self.mtp_depths
 
     @property

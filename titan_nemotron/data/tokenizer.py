@@ -84,6 +84,7 @@ class Tokenizer:
         return cls(tokenizers.Tokenizer.from_str(fields["tokenizer"]), fields["eos_token"], fields["bos_token"])
 
     def to_bytes(self) -> bytes:
+        """All that decides what it gives, to be hashed."""
         fields = {"tokenizer": self.backend.to_str(), "eos_token": self.eos_token, "bos_token": self.bos_token}
         return json.dumps(fields).encode()
 
@@ -94,6 +95,7 @@ class Tokenizer:
         return hashlib.sha256(json.dumps([vocabulary, self.eos_id]).encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_with_bytes(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -134,6 +136,7 @@ class Tokenizer:
         return sizes
 
     def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens included."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def save(self, directory: Path) -> None:
@@ -207,6 +210,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
 
 
 def cache_directory() -> Path:
+    """Where trained tokenizers are kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_nemotron"
 
 

@@ -70,6 +70,7 @@ class Worker:
         return message
 
     def close(self) -> None:
+        """End the process."""
         self._results.close()
         if self.process.poll() is None:
             self.process.kill()  # it owns nothing that must be put in order

@@ -13,6 +13,7 @@ BLOCK = 1024
 
 @triton.jit
 def activate_kernel(h_ptr, weights_ptr, a_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a = w relu(h)^2, a row of `size` elements a program, in fp32; see ops.experts.relu2_experts."""
     row = tl.program_id(0).to(tl.int64)  # R * F may not fit 32 bits
     weight = tl.load(weights_ptr + row).to(tl.float32)
     for start in range(0, size, BLOCK):

@@ -22,6 +22,7 @@ class BFloat16Wire:
     """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for what travels, as FSDP2 asks for it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -50,6 +50,7 @@ class Mesh:
 
     @property
     def device_type(self) -> str:
+        """cpu or cuda."""
         return self.dense.device_type
 
     @property

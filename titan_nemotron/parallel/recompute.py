@@ -61,12 +61,14 @@ def decides(op: Any, *args: Any) -> bool:
 
 
 def kept(keep: bool) -> CheckpointPolicy:
+    """The policy's answer."""
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective(
     block: nn.Module, x_BLD: Tensor, layout: DocumentLayout, cache: Any = None, indices: Tensor | None = None
 ) -> Any:
+    """A block's forward that keeps what `expensive` says."""
     contexts = functools.partial(create_selective_checkpoint_contexts, expensive)
     return _checkpointed(block, x_BLD, layout, cache, indices, context_fn=contexts)
 
@@ -74,12 +76,14 @@ def selective(
 def full(
     block: nn.Module, x_BLD: Tensor, layout: DocumentLayout, cache: Any = None, indices: Tensor | None = None
 ) -> Any:
+    """A block's forward that keeps its input alone."""
     return _checkpointed(block, x_BLD, layout, cache, indices)
 
 
 def full_but_decisions(
     block: nn.Module, x_BLD: Tensor, layout: DocumentLayout, cache: Any = None, indices: Tensor | None = None
 ) -> Any:
+    """A block's forward that keeps its input and what `decisions` says."""
     contexts = functools.partial(create_selective_checkpoint_contexts, decisions)
     return _checkpointed(block, x_BLD, layout, cache, indices, context_fn=contexts)
 

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m titan_ne
 
 
 def run(job: Job, dry_run: bool = False) -> int:
+    """Train, or with `dry_run` print the plan; returns the exit status."""
     # Slow to import; whoever has a mistake in a file does not wait for it.
     from titan_nemotron.train import plan
     from titan_nemotron.train.loop import train
@@ -82,6 +83,7 @@ def run(job: Job, dry_run: bool = False) -> int:
 
 
 def as_errors(error: UserError) -> str:
+    """The message as it is printed, `error:` before each line."""
     return "\n".join(f"error: {line}" for line in str(error).splitlines())
 
 

@@ -75,6 +75,7 @@ def sampled_completion(run: Run) -> str:
 
 
 def summary(run: Run, progress: Progress, tokens_per_second: float, completion: str | None) -> Iterator[str]:
+    """The lines at the end of a run."""
     steps = run.job.training.steps
     yield ""
     yield f"done: {progress.step:,} steps, {progress.tokens:,} tokens" + (
@@ -98,6 +99,7 @@ def summary(run: Run, progress: Progress, tokens_per_second: float, completion: 
 
 
 def last_record(directory: Path) -> dict[str, Any]:
+    """The last line of metrics.jsonl; empty without one."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     record: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     return record

@@ -113,6 +113,8 @@ def report(
 
 
 def validated(run: Run, step: int) -> Validation:
+    """Mean losses over the held-out rows; the watchdog knows where it is."""
+
     def batches() -> Iterator[Batch]:
         for number, batch in enumerate(run.held_out_batches()):
             run.ranks.watchdog.phase(f"step {step}, validation batch {number}")
@@ -122,6 +124,7 @@ def validated(run: Run, step: int) -> Validation:
 
 
 def not_finite(run: Run, safe: Position, in_a_row: int) -> str:
+    """The message that ends a run whose steps failed one after another."""
     step = safe.progress.step
     return (
         f"error: the loss or gradient was not finite in {in_a_row} steps in a row ([training] max_nonfinite_steps); "

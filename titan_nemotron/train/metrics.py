@@ -101,9 +101,11 @@ class Metrics:
         self._last_time = time.perf_counter()
 
     def progress(self, step: int) -> None:
+        """Show how far the run is."""
         self._console.progress(step)
 
     def note(self, line: str) -> None:
+        """Print a line between the records."""
         self._console.line(line)
 
     @property
@@ -112,6 +114,7 @@ class Metrics:
         return self._total_tokens / self._seconds if self._seconds else 0.0
 
     def close(self) -> None:
+        """Write what is waiting and close."""
         self._console.close()
         self._board.close()
         self._file.close()
@@ -262,10 +265,12 @@ class Console:
             print(text, flush=True)
 
     def progress(self, step: int) -> None:
+        """Show how far the run is."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
+        """Write what is waiting and close."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

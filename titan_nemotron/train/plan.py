@@ -37,6 +37,7 @@ def describe_run(run: Run, progress: Progress) -> list[str]:
 
 
 def describe(job: Job, size: ModelSize, ranks: Ranks, context: ContextPlan | None) -> list[str]:
+    """The lines at the start of a run: model, mesh, batch, and how rows are split."""
     training = job.training
     tokens = training.global_batch_size * training.sequence_length
     mesh = ", ".join(f"{name} {degree}" for name, degree in ranks.mesh.axes.items())

@@ -76,6 +76,7 @@ class Ranks:
         self.watchdog.end_if_lost(error)
 
     def close(self) -> None:
+        """Leave the process group."""
         self.watchdog.close()
         dist.destroy_process_group()
 
@@ -90,13 +91,16 @@ class PlannedRanks(Ranks):
         self.mesh = build_mesh(parallel, torch.device("cpu"))
 
     def gather(self, value: T) -> list[T]:
+        """Its own value: the other ranks do not exist."""
         return [value]
 
     def say_once(self, text: str) -> None:
+        """Print a line."""
         print(text, file=sys.stderr)
 
     def end_if_lost(self, error: Exception) -> None:
         """There is nobody to lose."""
 
     def close(self) -> None:
+        """Leave the process group."""
         dist.destroy_process_group()

@@ -48,6 +48,7 @@ class Progress:
     last_loss: float | None = None
 
     def after(self, result: StepResult) -> "Progress":
+        """The progress with one more step."""
         if result.skipped:
             return replace(self, step=self.step + 1, tokens=self.tokens + result.tokens, skipped=self.skipped + 1)
         first = result.loss if self.first_loss is None else self.first_loss
@@ -92,6 +93,7 @@ class Run:
         return self.job.training.global_batch_size // (self.job.training.microbatch_size * self.data_degree)
 
     def next_batches(self) -> list[Batch]:
+        """This rank's microbatches of the next step, on its device."""
         return [self.own_part(next(self.loader)).to(self.ranks.device) for _ in range(self.microbatches)]
 
     def own_part(self, batch: Batch) -> Batch:
@@ -106,6 +108,7 @@ class Run:
         return map(self.own_part, itertools.islice(self.held_out, number))
 
     def position(self, progress: Progress) -> Position:
+        """Where the run is, to be saved."""
         return Position(progress, self.loader.state_dict())
 
     def save(self, position: Position) -> None:
@@ -155,6 +158,7 @@ def build_model(job: Job) -> tuple[Family, nn.Module]:
 
 
 def compute_dtype(job: Job, device: torch.device) -> torch.dtype:
+    """What layers compute in: of "auto", fp32 on a CPU and bf16 elsewhere."""
     if job.training.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, job.training.dtype)
@@ -234,10 +238,12 @@ def build(job: Job, ranks: Ranks) -> Run:
 
 
 def validates(job: Job) -> bool:
+    """Whether the run measures held-out documents."""
     return job.training.validation_rows > 0 and job.data.has_validation
 
 
 def open_loader(job: Job, tokenizer: Tokenizer, ranks: Ranks, split: str) -> Loader:
+    """The rows of a split that this rank reads."""
     rank, degree = data_coordinates(ranks.mesh)
     return build_loader(
         job.data,
@@ -282,6 +288,7 @@ def load_initial(job: Job, family: Family, model: nn.Module, ranks: Ranks, direc
 
 
 def check_vocabulary(job: Job, tokenizer: Tokenizer) -> None:
+    """Raises UserError where the tokenizer has more tokens than the model."""
     vocabulary = getattr(job.model.resolved(), "vocab_size", tokenizer.vocabulary_size)
     if tokenizer.vocabulary_size > vocabulary:
         raise UserError(

@@ -111,6 +111,7 @@ def loss_sums(losses: Losses) -> Sums:
 
 
 def add(left: Sums, right: Sums) -> Sums:
+    """Sums over the microbatches of both."""
     counts = {call: count + right.counts[call] for call, count in left.counts.items()}
     return Sums(left.main + right.main, left.mtp_D + right.mtp_D, left.auxiliary + right.auxiliary, counts)
 

@@ -67,6 +67,7 @@ class Watchdog:
             self._thread.start()
 
     def phase(self, name: str) -> None:
+        """Say what the rank is doing from now on, for the report of a hang."""
         self.current, self._since = name, time.monotonic()
 
     def each(self, items: Sequence[T]) -> Sequence[T]:
@@ -74,6 +75,7 @@ class Watchdog:
         return _Watched(items, self)
 
     def close(self) -> None:
+        """Watch no longer."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()

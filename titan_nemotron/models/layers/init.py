@@ -32,6 +32,7 @@ def normal(std: float, per_expert: bool = False) -> Rule:
 
 
 def constant(value: float) -> Rule:
+    """Every element is `value`."""
     return Rule(lambda tensor, generator: tensor.fill_(value))
 
 

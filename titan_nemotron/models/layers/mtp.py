@@ -51,6 +51,7 @@ class MultiTokenPredictor(nn.Module):
         self.depths = depths
 
     def block_of(self, depth: int) -> MTPBlock:
+        """The physical block that a depth uses."""
         block = self.blocks[depth % len(self.blocks)]
         assert isinstance(block, MTPBlock)
         return block

@@ -118,6 +118,7 @@ class Nemotron3Config(Table):
 
     @property
     def num_layers(self) -> int:
+        """Blocks before multi-token prediction."""
         return len(self.pattern)
 
     @property

@@ -28,10 +28,12 @@ class Span(NamedTuple):
 
     @property
     def queries(self) -> slice:
+        """Their places."""
         return slice(self.query, self.query_end)
 
     @property
     def keys(self) -> slice:
+        """Their places."""
         return slice(self.key, self.key_end)
 
 
