@@ -27,6 +27,7 @@ from tests.distributed.reference import (
     sharded,
     shared,
     unsharded,
+    whole,
     whole_gradients,
     whole_parameters,
 )
@@ -40,6 +41,7 @@ from titan_nemotron.models.nemotron3 import FAMILY
 from titan_nemotron.models.nemotron3.config import Nemotron3Config
 from titan_nemotron.optim.adamw import build_optimizer
 from titan_nemotron.optim.config import OptimizerConfig
+from titan_nemotron.parallel.clip import clip_gradients
 from titan_nemotron.parallel.config import ContextMethodConfig, ParallelConfig
 from titan_nemotron.parallel.context import CORES, MIXES
 from titan_nemotron.parallel.expert import AllToAllDispatch
@@ -88,11 +90,11 @@ def meshes_start_alike(context: Context) -> None:
 
 @case(2, 4)
 def meshes_have_one_gradient(context: Context) -> None:
-    """Loss, global gradient, each tensor and counts, in microbatches, with every kind of recomputation in turn."""
+    """Loss, global gradient, each tensor and counts, in microbatches of one row with one kind of recomputation or the other."""
     loss, expected, counts = reference(context)
     for index, mesh in enumerate(meshes(context)):
-        kinds = [("none", 1), ("selective", 2), ("full", ROWS // data_coordinates(mesh)[1])]
-        for recompute, size in kinds if len(mesh.axes) > 3 else kinds[index % 3 :][:1]:  # all with expert and context
+        kinds = [("selective", 1), ("full", 1), ("none", ROWS // data_coordinates(mesh)[1])]
+        for recompute, size in kinds if len(mesh.axes) > 3 else kinds[index % 2 :][:1]:  # all with expert and context
             model = sharded(mesh, config=EIGHT, recompute=recompute)
             batches = own_batches(0, mesh, size)
             for every in (False, True):
@@ -218,6 +220,22 @@ def meshes_take_the_same_steps(context: Context) -> None:
                 assert torch.equal(actual[name], tensor), name
             else:
                 assert relative(actual[name], tensor) <= 1e-5, (mesh.axes, name, relative(actual[name], tensor))
+
+
+@case(2, 4)
+def one_norm_over_all_meshes(context: Context) -> None:
+    """A dense gradient of norm 3 and an expert's of norm 4 make 5 on every rank, and both shrink by the same factor."""
+    for mesh in meshes(context):
+        model = sharded(mesh, config=EIGHT)
+        expert = next(module for module in model.modules() if isinstance(module, Experts))
+        norms = {model.lm_head.weight: 3.0, expert.up_proj: 4.0}
+        for parameter, norm in norms.items():
+            parameter.grad = torch.full_like(parameter, norm / parameter.numel() ** 0.5)
+        for bound, left in ((10.0, 1.0), (1.0, 0.2)):
+            assert abs(clip_gradients(model.parameters(), bound) - 5) <= 1e-5, mesh.axes
+            for parameter, norm in norms.items():
+                assert parameter.grad is not None
+                assert abs(whole(parameter.grad).norm() / norm - left) <= 1e-5
 
 
 @case(2, 4)
