@@ -18,6 +18,7 @@ torch and the cases once and forks the ranks, so that a launch costs seconds. A 
 case with a message that names case and rank; the launcher forks fresh ranks for the cases that remain.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -75,9 +76,16 @@ def load_cases() -> dict[str, tuple[CaseFunction, tuple[int, ...]]]:
     return CASES
 
 
+@functools.cache
+def mesh_of(**degrees: int) -> Mesh:
+    """The mesh of these degrees, made once for all cases: each of its groups has a thread that gloo wakes a hundred times a
+    second, and hundreds of them leave no time to the cases. Ending groups is no way: DTensor caches what names them."""
+    return build_mesh(ParallelConfig(**degrees), torch.device("cpu"))  # type: ignore[arg-type]
+
+
 def run_case(name: str, directory: Path) -> None:
     """Run one case in the group that this process has joined."""
-    rank, mesh = dist.get_rank(), build_mesh(ParallelConfig(), torch.device("cpu"))
+    rank, mesh = dist.get_rank(), mesh_of()
     own = directory / name
     own.mkdir(exist_ok=True)
     dist.barrier()
