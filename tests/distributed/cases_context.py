@@ -3,22 +3,24 @@
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.harness import Context, case, mesh_of
+from tests.distributed.harness import Context, case
 from tests.ops.support import relative
 from titan_nemotron.layout import DocumentLayout
 from titan_nemotron.models.layers.attention import LocalAttention
 from titan_nemotron.models.layers.mamba2 import LocalMix, MixWeights
+from titan_nemotron.parallel.config import ParallelConfig
 from titan_nemotron.parallel.context.exchange import gathered
 from titan_nemotron.parallel.context.ring import RingAttention
 from titan_nemotron.parallel.context.state import StatePassingMix
 from titan_nemotron.parallel.context.ulysses import UlyssesAttention
 from titan_nemotron.parallel.context.ulysses_mix import UlyssesMix
+from titan_nemotron.parallel.mesh import build_mesh
 
 ROWS, PART = 3, 6
 
 
 def group(context: Context) -> torch.distributed.ProcessGroup:
-    mesh = mesh_of(context=context.world_size)
+    mesh = build_mesh(ParallelConfig(context=context.world_size), torch.device("cpu"))
     assert mesh.context is not None
     return mesh.context.get_group()
 

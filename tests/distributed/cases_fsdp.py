@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.cases_mesh import EIGHT, own_batches
-from tests.distributed.harness import Context, case, mesh_of
+from tests.distributed.harness import Context, case
 from tests.distributed.reference import ROWS, SETTINGS, relative, sharded, unsharded, whole_gradients
 from titan_nemotron.errors import UserError
 from titan_nemotron.models.nemotron3.model import Nemotron3
 from titan_nemotron.parallel.config import FSDPConfig, ParallelConfig
 from titan_nemotron.parallel.fsdp import BFloat16Wire, moe_blocks, set_reduce_scatter
-from titan_nemotron.parallel.mesh import SHARD, Mesh
+from titan_nemotron.parallel.mesh import SHARD, Mesh, build_mesh
 from titan_nemotron.parallel.sharded import local_part
 from titan_nemotron.train.step import forward_backward, global_totals, total_loss
 
@@ -71,7 +71,7 @@ class Traffic(TorchDispatchMode):
 
 def meshes(context: Context) -> Iterator[tuple[dict[str, int], Mesh]]:
     for degrees in DEGREES[context.world_size]:
-        yield degrees, mesh_of(**degrees)
+        yield degrees, build_mesh(ParallelConfig(**degrees), torch.device("cpu"))
 
 
 def built(mesh: Mesh, degrees: dict[str, int] | None = None, **keys: Any) -> Nemotron3:
@@ -115,7 +115,7 @@ def copies_meet_once_a_step(context: Context) -> None:
     """All-reduces between copies run in the last microbatch alone, over the shard of every gradient once; none with one."""
     several = {2: [{"replicate": 2}], 4: [{"replicate": 2}, {"replicate": 2, "expert": 2}]}[context.world_size]
     for degrees in several:
-        mesh = mesh_of(**degrees)
+        mesh = build_mesh(ParallelConfig(**degrees), torch.device("cpu"))
         model = built(mesh)
         number = ROWS // mesh.dense.size()
         _, once = run(model, mesh, number)
@@ -343,7 +343,7 @@ def parts_of_rows_travel_in_bf16(context: Context) -> None:
     """Ranks that share rows reduce on the same wire: each tensor within the rounding of contributions, which may cancel."""
     for expert in (1, 2):
         degrees = {"context": context.world_size, "expert": expert}
-        mesh = mesh_of(**degrees)
+        mesh = build_mesh(ParallelConfig(**degrees), torch.device("cpu"))
         expected, _ = run(built(mesh, degrees), mesh)
         actual, traffic = run(built(mesh, degrees, reduce_dtype="bfloat16"), mesh)
         assert torch.equal(actual["lm_head.weight"], expected["lm_head.weight"])
@@ -393,7 +393,7 @@ def keys_that_do_not_fit(context: Context) -> None:
             UserError, match=r"^parallel\.fsdp\.reduce_scatters_in_flight = 2: needs PyTorch 2.13.*to 1$"
         ):
             built(context.mesh, reduce_scatters_in_flight=2)
-    mesh = mesh_of(expert=2)
+    mesh = build_mesh(ParallelConfig(expert=2), torch.device("cpu"))
     block = experts(built(mesh))[0]
     for group in block._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator, union-attr]
         del group._reduce_scatter_comm

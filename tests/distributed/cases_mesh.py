@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.cases_checkpoint import everything
 from tests.distributed.cases_step import RATE, gradients
-from tests.distributed.harness import Context, case, mesh_of
+from tests.distributed.harness import Context, case
 from tests.distributed.reference import (
     CONFIG,
     LENGTH,
@@ -45,7 +45,7 @@ from titan_nemotron.parallel.clip import clip_gradients
 from titan_nemotron.parallel.config import ContextMethodConfig, ParallelConfig
 from titan_nemotron.parallel.context import CORES, MIXES
 from titan_nemotron.parallel.expert import AllToAllDispatch
-from titan_nemotron.parallel.mesh import EXPERT, Mesh, data_coordinates, own_part
+from titan_nemotron.parallel.mesh import EXPERT, Mesh, build_mesh, data_coordinates, own_part
 from titan_nemotron.parallel.sharded import local_part
 from titan_nemotron.train.step import forward_backward, global_totals, reduce_sums, train_step
 
@@ -64,7 +64,8 @@ WAYS = (
 
 def meshes(context: Context) -> list[Mesh]:
     names = ("replicate", "context", "expert")
-    return [mesh_of(**dict(zip(names, degrees, strict=True))) for degrees in DEGREES[context.world_size]]
+    configs = [ParallelConfig(**dict(zip(names, degrees, strict=True))) for degrees in DEGREES[context.world_size]]
+    return [build_mesh(config, torch.device("cpu")) for config in configs]
 
 
 def own_batches(step: int, mesh: Mesh, size: int) -> list[Batch]:
@@ -109,7 +110,7 @@ def meshes_have_one_gradient(context: Context) -> None:
 def ways_to_split_rows_have_one_gradient(context: Context) -> None:
     """Each method of each kind of layer, beside spread experts, with each kind of recomputation."""
     loss, expected, counts = reference(context, EVEN)
-    mesh = mesh_of(context=context.world_size, expert=2)
+    mesh = build_mesh(ParallelConfig(context=context.world_size, expert=2), torch.device("cpu"))
     batches = own_batches(0, mesh, 2)
     for mamba, attention, recompute in WAYS:
         method = ContextMethodConfig(mamba=mamba, attention=attention)  # type: ignore[arg-type]
@@ -128,7 +129,7 @@ def ways_to_split_rows_have_one_gradient(context: Context) -> None:
 def rows_of_any_length_have_one_gradient(context: Context) -> None:
     """Rows that the ranks do not divide, or too short for the convolution, are padded: loss of every depth, auxiliary loss,
     gradient and counts are those of the rows alone."""
-    mesh = mesh_of(context=context.world_size)
+    mesh = build_mesh(ParallelConfig(context=context.world_size), torch.device("cpu"))
     plain = Reference(unsharded(EVEN))
     for length, (mamba, attention, recompute) in zip((LENGTH - 1, LENGTH + 1, 5), WAYS, strict=True):
         method = ContextMethodConfig(mamba=mamba, attention=attention)  # type: ignore[arg-type]
@@ -161,7 +162,7 @@ def compiled_blocks_let_rows_travel(context: Context) -> None:
         (2, "ulysses", "ulysses", "selective"),
     )
     for degree, mamba, attention, recompute in kinds:
-        mesh = mesh_of(expert=2, context=degree)
+        mesh = build_mesh(ParallelConfig(expert=2, context=degree), torch.device("cpu"))
         method = ContextMethodConfig(mamba=mamba, attention=attention)  # type: ignore[arg-type]
         with mock.patch.object(torch, "compile", traced):
             model = sharded(
@@ -241,7 +242,7 @@ def one_norm_over_all_meshes(context: Context) -> None:
 def rows_travel_whatever_their_number(context: Context) -> None:
     """Uneven counts, experts and ranks without a token, one expert that takes all; forward and backward in fp64."""
     num_ranks, num_experts, num_tokens, topk, size = context.world_size, 8, 5, 2, 4
-    mesh = mesh_of(expert=num_ranks).experts
+    mesh = build_mesh(ParallelConfig(expert=num_ranks), torch.device("cpu")).experts
     assert mesh is not None
     dispatch, local = AllToAllDispatch(num_experts, mesh[EXPERT].get_group()), LocalDispatch(num_experts)
     mine = slice(context.rank * num_experts // num_ranks, (context.rank + 1) * num_experts // num_ranks)
@@ -287,7 +288,7 @@ class Calls(TorchDispatchMode):
 @case(2)
 def the_host_waits_once(context: Context) -> None:
     """A dispatch and combine reads numbers of the device once, its backward never; rows travel once each way."""
-    mesh = mesh_of(expert=2).experts
+    mesh = build_mesh(ParallelConfig(expert=2), torch.device("cpu")).experts
     assert mesh is not None
     dispatch = AllToAllDispatch(8, mesh[EXPERT].get_group())
     x, weights = torch.randn(6, 4, requires_grad=True), torch.rand(6, 2, requires_grad=True)
@@ -315,7 +316,7 @@ def the_host_waits_once(context: Context) -> None:
 def recomputation_reuses_what_was_decided(context: Context) -> None:
     """However much is computed again, experts are chosen, numbers told to other ranks and the host waits once a routed call;
     of the rows, selective recomputation keeps what arrived, there and back, and sends nothing twice."""
-    mesh = mesh_of(expert=2)
+    mesh = build_mesh(ParallelConfig(expert=2), torch.device("cpu"))
     exchanges = {}
     for recompute in ("none", "selective", "full"):
         model = sharded(mesh, config=EIGHT, recompute=recompute)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.harness import launch_in_subprocess, load_cases, mesh_of, run_case
+from tests.distributed.harness import launch_in_subprocess, load_cases, run_case
 from titan_nemotron.parallel.mesh import start_process_group
 
 CASES = load_cases()
@@ -24,7 +24,6 @@ def results() -> dict[int, dict[str, str]]:
 def alone() -> Iterator[None]:
     start_process_group(torch.device("cpu"), 60.0)
     yield
-    mesh_of.cache_clear()
     dist.destroy_process_group()
 
 
