@@ -20,5 +20,10 @@ def one_rank_dies(context: Context) -> None:
 
 
 @case(0)
+def all_ranks_leave(context: Context) -> None:
+    os._exit(0)
+
+
+@case(0)
 def nothing_wrong(context: Context) -> None:
     assert context.world_size == 2

@@ -14,8 +14,8 @@ Every rank calls the function inside a running gloo group; an exception on any r
 pytest test `tests/distributed/test_distributed.py::test_case[<ranks>-<name>]` and is chosen with -k like any other.
 
 How it runs: pytest starts one launcher process for a world size (one rank runs inside pytest itself). The launcher imports
-torch and the cases once and forks the ranks, so that a launch costs seconds. A rank that fails, dies or hangs ends its
-case with a message that names case and rank; the launcher forks fresh ranks for the cases that remain.
+torch and the cases once and forks the ranks, fresh ones every few cases, so that a launch costs seconds. A rank that fails,
+dies or hangs ends its case with a message that names case and rank; the launcher forks fresh ranks for the cases that remain.
 """
 
 import importlib
@@ -164,11 +164,11 @@ def launch(world_size: int, names: list[str], directory: Path) -> dict[str, str]
             pids[pid] = rank
         trouble = _watch(pids, remaining, directory)
         results |= {name: "" for name in remaining if (directory / f"{name}.passed").exists()}
-        if trouble is None:
+        failed = next((name for name in remaining if name not in results), None)
+        if failed is None:
             continue
-        failed = next(name for name in remaining if name not in results)
         where = {int(path.suffix[1:]): path.read_text() for path in directory.glob("current.*")}
-        lines = [f"case {failed} on {world_size} ranks: {trouble}; ranks were in {where}"]
+        lines = [f"case {failed} on {world_size} ranks: {trouble or 'the ranks ended in it'}; ranks were in {where}"]
         for path in sorted(directory.glob(f"{failed}.error.*")):
             lines.append(f"--- rank {path.suffix[1:]}\n{path.read_text()}")
         results[failed] = "\n".join(lines)

@@ -6,7 +6,8 @@ from tests.distributed.harness import launch_in_subprocess
 
 
 def test_failures_name_case_and_rank(tmp_path: Path) -> None:
-    results = launch_in_subprocess(2, ["one_rank_raises", "one_rank_dies", "nothing_wrong"], tmp_path)
+    names = ["one_rank_raises", "one_rank_dies", "all_ranks_leave", "nothing_wrong"]
+    results = launch_in_subprocess(2, names, tmp_path)
     assert "case one_rank_raises on 2 ranks: rank " in results["one_rank_raises"]
     assert "rank 1 ended with 1" in results["one_rank_raises"]
     assert "--- rank 1" in results["one_rank_raises"]
@@ -14,4 +15,5 @@ def test_failures_name_case_and_rank(tmp_path: Path) -> None:
     assert "case one_rank_dies on 2 ranks: rank " in results["one_rank_dies"]
     assert "rank 0 ended with 9" in results["one_rank_dies"]
     assert "last words" in results["one_rank_dies"]
+    assert "case all_ranks_leave on 2 ranks: the ranks ended in it" in results["all_ranks_leave"]
     assert results["nothing_wrong"] == ""
