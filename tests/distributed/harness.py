@@ -13,13 +13,13 @@ Adding a case: write a function in a file tests/distributed/cases_<area>.py and 
 Every rank calls the function inside a running gloo group; an exception on any rank fails the case. It appears as the
 pytest test `tests/distributed/test_distributed.py::test_case[<ranks>-<name>]` and is chosen with -k like any other.
 
-How it runs: pytest starts one launcher process for a world size (one rank runs inside pytest itself). The launcher imports
-torch and the cases once and forks the ranks, fresh ones every few cases, so that a launch costs seconds. A rank that fails,
-dies or hangs ends its case with a message that names case and rank; the launcher forks fresh ranks for the cases that remain.
+How it runs: pytest starts one launcher process for a world size (one rank runs inside pytest itself), and each test waits for
+its case. The launcher imports torch and the cases once and forks the ranks, fresh ones every few cases, so that a launch costs
+seconds. A rank that fails, dies or hangs ends its case with a message that names case and rank; the launcher forks fresh ranks
+for the cases that remain.
 """
 
 import importlib
-import json
 import os
 import signal
 import socket
@@ -152,10 +152,17 @@ def _watch(pids: dict[int, int], names: Sequence[str], directory: Path) -> str |
     return trouble
 
 
-def launch(world_size: int, names: list[str], directory: Path) -> dict[str, str]:
-    """Run the cases in order on forked ranks. Returns case -> what went wrong ("" when it passed)."""
-    results: dict[str, str] = {}
-    while remaining := [name for name in names if name not in results][:CASES_AT_ONCE]:
+def _outcome(directory: Path, name: str) -> str | None:
+    """What went wrong in a case, "" when it passed, None as long as it has not ended."""
+    if (directory / f"{name}.passed").exists():
+        return ""
+    failed = directory / f"{name}.failed"
+    return failed.read_text() if failed.exists() else None
+
+
+def run_cases(world_size: int, names: list[str], directory: Path) -> None:
+    """Run the cases in order on forked ranks, and leave in `directory` what `_outcome` reads."""
+    while remaining := [name for name in names if _outcome(directory, name) is None][:CASES_AT_ONCE]:
         port, pids = _free_port(), {}
         for rank in range(world_size):
             pid = os.fork()
@@ -163,27 +170,52 @@ def launch(world_size: int, names: list[str], directory: Path) -> dict[str, str]
                 _rank(rank, world_size, port, remaining, directory)
             pids[pid] = rank
         trouble = _watch(pids, remaining, directory)
-        results |= {name: "" for name in remaining if (directory / f"{name}.passed").exists()}
-        failed = next((name for name in remaining if name not in results), None)
+        failed = next((name for name in remaining if _outcome(directory, name) is None), None)
         if failed is None:
             continue
         where = {int(path.suffix[1:]): path.read_text() for path in directory.glob("current.*")}
         lines = [f"case {failed} on {world_size} ranks: {trouble or 'the ranks ended in it'}; ranks were in {where}"]
         for path in sorted(directory.glob(f"{failed}.error.*")):
             lines.append(f"--- rank {path.suffix[1:]}\n{path.read_text()}")
-        results[failed] = "\n".join(lines)
-    return results
+        text = directory / "failed.text"
+        text.write_text("\n".join(lines))
+        text.rename(directory / f"{failed}.failed")  # whoever sees the file sees all of it
 
 
-def launch_in_subprocess(world_size: int, names: list[str], directory: Path) -> dict[str, str]:
-    """Run `launch` in a process that has never computed anything, which is what may be forked."""
-    command = [sys.executable, "-m", "tests.distributed.harness", str(world_size), str(directory), *names]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_ADDR2LINE": "1"}
-    process = subprocess.run(command, cwd=HERE.parent.parent, env=environment, capture_output=True, text=True)
-    if process.returncode:
-        raise RuntimeError(f"the launcher of {world_size} ranks failed:\n{process.stdout}\n{process.stderr}")
-    results: dict[str, str] = json.loads((directory / "results.json").read_text())
-    return {name: error and f"{error}\n--- output\n{process.stderr[-4000:]}" for name, error in results.items()}
+class Launch:
+    """Cases that run in another process, one that has never computed anything, which is what may be forked."""
+
+    def __init__(self, world_size: int, names: Sequence[str], directory: Path) -> None:
+        self.directory = directory
+        command = [sys.executable, "-m", "tests.distributed.harness", str(world_size), str(directory), *names]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_ADDR2LINE": "1"}
+        with (directory / "output").open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=HERE.parent.parent,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def outcome(self, name: str) -> str:
+        """Wait for a case to end. Returns what went wrong, with the last lines of output, or "" when it passed."""
+        while (error := _outcome(self.directory, name)) is None:
+            ended = self.process.poll() is not None
+            if ended and _outcome(self.directory, name) is None:
+                raise RuntimeError(f"the launcher ended with {self.process.returncode}:\n{self._output()}")
+            time.sleep(0.02)
+        return error and f"{error}\n--- output\n{self._output()[-4000:]}"
+
+    def _output(self) -> str:
+        return (self.directory / "output").read_text(errors="replace")
+
+    def close(self) -> None:
+        """End what still runs."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 if __name__ == "__main__":
@@ -191,6 +223,4 @@ if __name__ == "__main__":
     from tests.distributed import harness
 
     harness.load_cases()
-    arguments_directory = Path(sys.argv[2])
-    outcome = harness.launch(int(sys.argv[1]), sys.argv[3:], arguments_directory)
-    (arguments_directory / "results.json").write_text(json.dumps(outcome))
+    harness.run_cases(int(sys.argv[1]), sys.argv[3:], Path(sys.argv[2]))

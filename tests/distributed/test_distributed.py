@@ -7,17 +7,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.harness import launch_in_subprocess, load_cases, run_case
+from tests.distributed.harness import Launch, load_cases, run_case
 from titan_nemotron.parallel.mesh import start_process_group
 
 CASES = load_cases()
 RUNS = [(world_size, name) for name, (_, world_sizes) in CASES.items() for world_size in world_sizes]
 
 
-@pytest.fixture(scope="session")
-def results() -> dict[int, dict[str, str]]:
-    """What launches have given so far, by world size."""
-    return {}
+@pytest.fixture(scope="module")
+def launches() -> Iterator[dict[int, Launch]]:
+    """The launch of each world size; the first test of a size starts it."""
+    started: dict[int, Launch] = {}
+    yield started
+    for launch in started.values():
+        launch.close()
 
 
 @pytest.fixture
@@ -36,14 +39,13 @@ def test_one_rank(name: str, alone: None, tmp_path: Path) -> None:
 def test_case(
     world_size: int,
     name: str,
-    results: dict[int, dict[str, str]],
+    launches: dict[int, Launch],
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    if world_size not in results:
+    if world_size not in launches:
         selected = [item.callspec.params for item in request.session.items if item.name.startswith("test_case[")]  # type: ignore[attr-defined]
         names = [params["name"] for params in selected if params.get("world_size") == world_size]
-        results[world_size] = launch_in_subprocess(world_size, names, tmp_path_factory.mktemp(f"ranks{world_size}"))
-    error = results[world_size][name]
-    if error:
+        launches[world_size] = Launch(world_size, names, tmp_path_factory.mktemp(f"ranks{world_size}"))
+    if error := launches[world_size].outcome(name):
         pytest.fail(error, pytrace=False)

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
-from tests.distributed.harness import launch_in_subprocess
+from tests.distributed.harness import Launch
 
 
 def test_failures_name_case_and_rank(tmp_path: Path) -> None:
     names = ["one_rank_raises", "one_rank_dies", "all_ranks_leave", "nothing_wrong"]
-    results = launch_in_subprocess(2, names, tmp_path)
+    launch = Launch(2, names, tmp_path)
+    results = {name: launch.outcome(name) for name in names}
+    assert launch.process.wait() == 0
     assert "case one_rank_raises on 2 ranks: rank " in results["one_rank_raises"]
     assert "rank 1 ended with 1" in results["one_rank_raises"]
     assert "--- rank 1" in results["one_rank_raises"]
