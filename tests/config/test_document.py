@@ -54,7 +54,7 @@ examples = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(examples)
 def test_round_trip(job: Example) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -65,7 +65,7 @@ def test_round_trip(job: Example) -> None:
     assert to_toml(again) == to_toml(job)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(examples)
 def test_flags_say_what_a_file_says(job: Example) -> None:
     """Every key of a job given as a flag, its value as TOML writes it, gives the same job."""
@@ -81,7 +81,7 @@ def test_flags_say_what_a_file_says(job: Example) -> None:
     assert load(Example, None, arguments + sources, "test") == job
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(examples)
 def test_schema_accepts_what_load_accepts(job: Example) -> None:
     jsonschema.validate(job.model_dump(mode="json", exclude_none=True), json_schema(Example))

@@ -6,7 +6,7 @@ from titan_nemotron.data.hashing import MASK, held_out, mix, mix_array, permuted
 
 
 @given(st.integers(1, 300), st.integers(0, MASK))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_permuted_is_a_permutation(size: int, key: int) -> None:
     assert sorted(permuted(index, size, key) for index in range(size)) == list(range(size))
 

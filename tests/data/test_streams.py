@@ -22,7 +22,7 @@ documents = st.lists(st.text("ab é\n😀", max_size=30), min_size=1, max_size=1
 
 
 @given(documents, st.integers(1, 5), st.integers(1, 24), st.integers(0, 3), st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rows_and_targets_are_those_of_the_uncut_streams(
     documents: list[str], streams: int, length: int, depths: int, seed: int
 ) -> None:
@@ -64,7 +64,7 @@ def same_document(tokens: list[int], numbers: list[int], position: int, ahead: i
 
 @given(st.text("ab é\n😀", min_size=200, max_size=600), st.integers(1, 3), st.integers(0, 4))
 @example("a" * 191 + "😀", 1, 0)  # the last piece holds nothing but the rest of a character
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_long_files_are_read_piece_by_piece(text: str, streams: int, depths: int) -> None:
     """Pieces of 64 bytes: the same text, rows and targets across them, and a resume in any of them."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -102,7 +102,7 @@ def test_long_files_are_read_piece_by_piece(text: str, streams: int, depths: int
 
 
 @given(st.integers(1, 30), st.integers(0, 5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_an_epoch_has_every_document_once(number: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind, write in (("jsonl", write_jsonl), ("parquet", write_parquet)):
@@ -172,7 +172,7 @@ def test_resume_on_any_number_of_ranks(corpus: Any) -> None:
 
 
 @given(st.integers(0, 40))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_resume_at_any_row(corpus: Any, rows: int) -> None:
     original = reader(corpus, seed=1)
     states: dict[str, Any] = {}

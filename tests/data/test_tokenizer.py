@@ -15,7 +15,7 @@ from titan_nemotron.errors import UserError
 
 
 @given(st.text(max_size=80))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_text_comes_back_and_its_bytes_are_counted(text: str) -> None:
     ids, sizes = tokenizer().encode_with_bytes(text)
     assert tokenizer().decode(ids.tolist()) == text

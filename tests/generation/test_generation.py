@@ -24,7 +24,7 @@ def model() -> torch.nn.Module:
     return small_model(seed=3)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(pieces=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_any_split_through_the_cache_equals_the_full_forward(
     model: torch.nn.Module, pieces: list[int], seed: int

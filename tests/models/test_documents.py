@@ -41,7 +41,7 @@ def places(row: list[int]) -> list[slice]:
     return [slice(start, start + length) for start, length in zip(starts, row, strict=True) if length > 0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(row=segments, seed=st.integers(0, 9))
 def test_a_packed_document_equals_the_document_alone(model: nn.Module, row: list[int], seed: int) -> None:
     tokens, ids = random_tokens(1, sum(map(abs, row)), seed=seed), row_of(*row)
@@ -51,7 +51,7 @@ def test_a_packed_document_equals_the_document_alone(model: nn.Module, row: list
             torch.testing.assert_close(packed[:, place], model(tokens[:, place]), atol=2e-5, rtol=0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(row=segments, seed=st.integers(0, 9), data=st.data())
 @pytest.mark.parametrize("kind", ["model", "exact"])
 def test_gradients_stay_inside_the_document(
@@ -74,7 +74,7 @@ def test_gradients_stay_inside_the_document(
     assert (x.grad[:, inside] != 0).any(-1).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(row=segments, seed=st.integers(0, 9))
 def test_what_stands_outside_a_document_does_not_matter(exact: nn.Module, row: list[int], seed: int) -> None:
     """Change all tokens but those of one document, padding included: its logits stay (1e-12, in fp64)."""
@@ -87,7 +87,7 @@ def test_what_stands_outside_a_document_does_not_matter(exact: nn.Module, row: l
             torch.testing.assert_close(exact(changed, ids)[:, place], before[:, place], atol=1e-12, rtol=0)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(row=segments, seed=st.integers(0, 9))
 def test_loss_of_a_packed_row_is_the_sum_over_its_documents(model: nn.Module, row: list[int], seed: int) -> None:
     """Main and multi-token losses, their counts, and the routing's counts: nothing is added by packing or padding."""
@@ -106,7 +106,7 @@ def test_loss_of_a_packed_row_is_the_sum_over_its_documents(model: nn.Module, ro
             assert torch.equal(stats["counts_E"], sum(losses.stats[call]["counts_E"] for losses, _ in alone)), call
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(length=st.integers(1, 20), before=st.integers(0, 9), after=st.integers(0, 9))
 def test_padding_changes_neither_loss_nor_auxiliary_loss_nor_gradient(
     exact: nn.Module, length: int, before: int, after: int

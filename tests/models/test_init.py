@@ -32,7 +32,7 @@ def whole(rule: Rule, *shape: int, seed: int = 0, name: str = "a.weight") -> Ten
     return tensor
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_split_gives_the_same_values(data: st.DataObject) -> None:
     """Cut dim 0, then dim 1 (and 2, for experts), anywhere, empty pieces included, across row blocks."""

@@ -67,7 +67,7 @@ def test_the_reference_has_the_right_values_and_derivatives():
 
 
 @example(seed=0, rows=[[1, 2]], groups=1, repeat=1, sizes=(8, 8), window=None)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 99),
     rows=st.lists(segments, min_size=1, max_size=3),
@@ -139,7 +139,7 @@ def test_compiled_once_for_every_packing():
             torch.testing.assert_close(actual, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.lists(segments, min_size=1, max_size=2), window=st.sampled_from([None, 0, 5, 17, 64]))
 def test_the_block_mask_is_the_mask(rows, window):
     """Blocks are called empty, partial or full exactly as torch finds by looking at every pair of positions."""
@@ -208,7 +208,7 @@ def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return sum((weight * out for weight, (out, _) in zip(weights, parts)), torch.zeros_like(parts[0][0])), lse
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 99),
     rows=st.lists(segments, min_size=1, max_size=3),

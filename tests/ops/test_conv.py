@@ -33,7 +33,7 @@ def test_the_reference_has_the_right_derivatives():
     assert torch.autograd.gradcheck(lambda x, w, b, s: causal_conv1d(x, w, b, ids, s), inputs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     num_rows=st.integers(1, 3),

@@ -38,7 +38,7 @@ def test_the_reference_has_the_right_values_and_derivatives():
     assert torch.autograd.gradcheck(lambda *leaves: relu2_experts(*leaves, offsets), (x, up, down, weights))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 99),
     counts=counts,
@@ -92,7 +92,7 @@ def test_compiled():
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 99), tokens=st.integers(0, 9), experts=st.integers(1, 5), data=st.data())
 def test_dispatch_and_combine(seed, tokens, experts, data):
     topk = data.draw(st.integers(1, experts))

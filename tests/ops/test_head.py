@@ -55,7 +55,7 @@ def test_the_references_have_the_right_values_and_derivatives():
     assert torch.autograd.gradcheck(lambda h, w: linear_logprobs(h, w, targets, 0.7)[0], (h, w))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 99),
     tokens=st.integers(0, 20),

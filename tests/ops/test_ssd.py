@@ -46,7 +46,7 @@ def test_the_reference_has_the_right_derivatives():
     assert torch.autograd.gradcheck(scan, inputs, fast_mode=False)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     num_rows=st.integers(1, 3),

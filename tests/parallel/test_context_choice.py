@@ -79,7 +79,7 @@ def test_a_method_that_heads_do_not_allow_is_left_out() -> None:
         assert str(error.value).endswith("possible: 1, 3")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.integers(1, 8),
     st.integers(6, 18).map(lambda power: 2**power),
