@@ -12,6 +12,13 @@ def name_hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
 
 
+def prompt_key(tokens: np.ndarray) -> int:
+    """64 bits of XXH3 of token ids [N]: equal for equal prompts, on every machine and in every run."""
+    from xxhash import xxh3_64_intdigest
+
+    return xxh3_64_intdigest(tokens.data)
+
+
 def mix(value: int) -> int:
     """SplitMix64 finaliser (Steele, Lea, Flood 2014): a bijection of 64-bit integers without visible structure."""
     value = (value + 0x9E3779B97F4A7C15) & MASK
