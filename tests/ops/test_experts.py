@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from titan_nemotron.models.layers.moe import LocalDispatch
+from titan_nemotron.ops import kernels
+from titan_nemotron.ops.config import KernelsConfig
 from titan_nemotron.ops.experts import _columns_of_few, gather_rows, permute_rows, relu2_experts, sum_rows
 
 counts = st.lists(st.integers(0, 9), min_size=1, max_size=6)
@@ -56,11 +58,16 @@ def test_grouped_products_equal_the_loop(seed, counts, tail, sizes):
         assert not actual[0][-tail:].any() and not actual[1][-tail:].any() and not actual[4][-tail:].any()
 
 
+@pytest.mark.parametrize("product", ["transposed", "blocks"])
 @pytest.mark.parametrize("counts", [[1, 1], [2, 0, 3, 1], [8, 1, 1], [0, 4, 4, 0]])
-def test_a_few_rows_of_most_experts_are_multiplied_together_and_equal_the_loop(counts):
+def test_a_few_rows_of_most_experts_are_multiplied_together_and_equal_the_loop(counts, product):
     leaves, offsets = inputs(1, counts, 0, 8, 12)
     assert _columns_of_few(sum(counts), offsets) is not None
-    actual, expected = (with_gradients(leaves, offsets, dtype) for dtype in (torch.float32, torch.float64))
+    kernels.configure(KernelsConfig(linear=product))
+    try:
+        actual, expected = (with_gradients(leaves, offsets, dtype) for dtype in (torch.float32, torch.float64))
+    finally:
+        kernels.configure(KernelsConfig())
     for a, e in zip(actual, expected):
         torch.testing.assert_close(a.double(), e, atol=1e-4, rtol=1e-4)
 

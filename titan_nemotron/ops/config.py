@@ -8,8 +8,9 @@ from titan_nemotron.config import Table
 class KernelsConfig(Table):
     """How each op computes. "auto" takes the fastest path for the tensor's device; fp64 always takes the reference."""
 
-    linear: Literal["auto", "reference", "transposed"] = "auto"
-    """Linear maps: `transposed` multiplies two to eight rows the other way round (CPU), else torch's own."""
+    linear: Literal["auto", "reference", "transposed", "blocks"] = "auto"
+    """Linear maps of two to eight rows in fp32 (CPU): `transposed` multiplies the other way round, `blocks` with a part of
+    the weight at a time, faster on Intel; else torch's own."""
     ssd: Literal["auto", "reference", "chunked", "mamba_ssm"] = "auto"
     """Mamba-2 scan: `chunked` is ours (CPU, CUDA), `mamba_ssm` the package's Triton kernels (CUDA)."""
     conv: Literal["auto", "reference", "shifted", "causal_conv1d"] = "auto"

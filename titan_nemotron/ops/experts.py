@@ -225,7 +225,7 @@ def _forward_of_few(
 ) -> tuple[Tensor, Tensor]:
     """The same by two batched products, whose time is that of reading the weights. See _columns_of_few.
 
-    The weight comes first in each product and the transpose of the rows second, as in ops.linear.
+    Which comes first in a product, the weight or the rows, is chosen as in ops.linear.
     """
     columns_R = torch.tensor(columns, device=x_RD.device)
 
@@ -234,7 +234,9 @@ def _forward_of_few(
         return empty.index_copy_(0, columns_R, rows).unflatten(0, (-1, num_columns))
 
     def products(weight_EMN: Tensor, rows_ECN: Tensor) -> Tensor:
-        return torch.bmm(weight_EMN, rows_ECN.mT).mT.contiguous()
+        if chosen("linear", rows_ECN) == "transposed":
+            return torch.bmm(weight_EMN, rows_ECN.mT).mT.contiguous()
+        return torch.bmm(rows_ECN, weight_EMN.mT)
 
     h_ECF = products(up_EFD, spread(x_RD))
     a_ECF = torch.relu(h_ECF).square_().mul_(spread(weights_R.to(x_RD.dtype))[..., None])

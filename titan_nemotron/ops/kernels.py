@@ -3,6 +3,7 @@
 An op asks `chosen("ssd", x)` and branches on the name. To add a path: a `Path` here, its name in ops/config.py.
 """
 
+import pathlib
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -23,10 +24,19 @@ class Path:
 
 
 REFERENCE = Path("reference")
+
+
+def _intel() -> bool:
+    """Whether the processor is Intel's, for which the matrix library has ways of its own."""
+    information = pathlib.Path("/proc/cpuinfo")
+    return information.is_file() and "GenuineIntel" in information.read_text()
+
+
+_FEW_ROWS = Path("blocks", ("cpu",)), Path("transposed", ("cpu",))
 # causal_conv1d_cuda is the extension of causal-conv1d, which an install without CUDA lacks.
 # Fastest first; the reference is last, takes everything, and is what fp64 always takes.
 PATHS: dict[str, tuple[Path, ...]] = {
-    "linear": (Path("transposed", ("cpu",)), REFERENCE),
+    "linear": (*(_FEW_ROWS if _intel() else reversed(_FEW_ROWS)), REFERENCE),
     "ssd": (Path("mamba_ssm", ("cuda",), "mamba_ssm"), Path("chunked"), REFERENCE),
     "conv": (Path("causal_conv1d", ("cuda",), "causal_conv1d_cuda"), Path("shifted"), REFERENCE),
     "norm": (Path("fused"), REFERENCE),
