@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_nemotron.data.config import DataConfig
 from titan_nemotron.data.hashing import mix, permuted
-from titan_nemotron.data.streams import Plan, RowReader, Rows
+from titan_nemotron.data.reader import Plan, RowReader, Rows
 from titan_nemotron.data.tokenizer import Tokenizer, train_tokenizer
 
 SENTENCE = "the state of a stream is exact to the row and documents continue in the next row wherever they end"

@@ -55,7 +55,7 @@ def test_the_directory_is_its_own_tokenizer(tmp_path: Path) -> None:
     assert Tokenizer.from_path(tmp_path / "shards").fingerprint == tokenizer().fingerprint
     other = train_tokenizer(["quite another text, of other words altogether"] * 9, 280)
     from tests.data.support import plan
-    from titan_nemotron.data.streams import RowReader
+    from titan_nemotron.data.reader import RowReader
 
     with pytest.raises(UserError, match="made with another tokenizer"):
         RowReader(plan(config(tmp_path / "shards", "shards")), other)

@@ -111,7 +111,7 @@ def test_bad_records_are_counted_and_named(tmp_path: Path) -> None:
     rows = reader(config(tmp_path / "a.jsonl", "jsonl", streams=1), length=40)
     tokens = [token for _ in range(3) for token in read(rows).tokens[0, :40].tolist()]
     assert set(tokenizer().decode(tokens).split("<|endoftext|>")[:-1]) == {"good"}
-    bad = rows.order.bad
+    bad = rows.bad
     assert bad.count >= 6  # counted each time one is met, also in a later epoch
     assert len(bad.named) == 6
     for line, problem in enumerate(PROBLEMS, start=2):
@@ -130,7 +130,7 @@ def test_bad_records_of_all_ranks_add_up(kind: str, tmp_path: Path) -> None:
         for rows in readers:
             for _ in range(20 // degree):
                 read(rows)
-        counts[degree] = [rows.order.bad.count for rows in readers]
+        counts[degree] = [rows.bad.count for rows in readers]
     assert all(count > 0 for count in counts[2])
     assert {sum(count) for count in counts.values()} == {sum(counts[1])}
 

@@ -113,17 +113,34 @@ def test_an_epoch_has_every_document_once(number: int, seed: int) -> None:
             assert sorted(tokenizer().decode(tokens).split("<|endoftext|>")[:-1]) == sorted(texts(number))
 
 
-@pytest.fixture(scope="module", params=["jsonl", "parquet", "datasets"])
+PACKING = {
+    "continue": {},
+    "refuse": {"kind": "best_fit", "pool": 3, "window": 2, "shuffle_rows": 2},
+    "split": {"kind": "best_fit", "pool": 2, "window": 1, "tolerance": 2, "shuffle_rows": 0, "too_long": "split"},
+}
+
+
+@pytest.fixture(
+    scope="module", params=["jsonl", "parquet", "datasets", "jsonl refuse", "datasets split", "parquet split"]
+)
 def corpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Indexed, streamed with cheap skipping, and streamed with a cursor of its own."""
-    folder, kind = tmp_path_factory.mktemp("corpus"), request.param
+    """Indexed, streamed with cheap skipping, and streamed with a cursor of its own; documents that continue, or packed."""
+    folder = tmp_path_factory.mktemp("corpus")
+    kind, *variant = request.param.split()
+    keys = {"packing": PACKING[variant[-1] if variant and variant[-1] in PACKING else "continue"]}
     for file in range(3):
         (write_jsonl if kind == "jsonl" else write_parquet)(
             folder / f"{file}.{kind}", texts(40)[file * 11 : file * 11 + 11 + file]
         )
     if kind == "datasets":
-        return config("", kind, source=[{"kind": kind, "path": "parquet", "files": str(folder / "*.datasets")}])
-    return config(folder / "*", kind)
+        source = {"kind": kind, "path": "parquet", "files": str(folder / "*.datasets")}
+        return config("", kind, source=[source], **keys)
+    if "weights" in variant:
+        weights = {0: 1, 1: 2.5, 2: 0.7}
+        keys["source"] = [
+            {"kind": kind, "path": str(folder / f"{file}.{kind}"), "weight": weight} for file, weight in weights.items()
+        ]
+    return config(folder / "*", kind, **keys)
 
 
 def all_ranks(corpus: Any, degree: int, steps: int, state: Any = None, rows: int = 2) -> tuple[list[list[int]], Any]:
@@ -157,8 +174,8 @@ def test_ranks_interleave_to_the_same_rows(corpus: Any) -> None:
     for degree, rows in ((1, 4), (2, 2), (4, 1), (4, 2)):
         found, merged = all_ranks(corpus, degree, 12, rows=rows)
         assert found == one
-        assert {key: entry["document"] for key, entry in merged["streams"].items()} == {
-            key: entry["document"] for key, entry in state["streams"].items()
+        assert {key: entry["next"] for key, entry in merged["streams"].items()} == {
+            key: entry["next"] for key, entry in state["streams"].items()
         }
 
 

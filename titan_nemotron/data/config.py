@@ -35,6 +35,10 @@ class SourceConfig(Table):
     files: str | None = None
     """Data files for a builder such as json or csv, as a glob; only for datasets."""
 
+    weight: float | None = Field(None, gt=0)
+    """Share of the documents that come from this source, over the sum of all weights: give every source one, equal ones to
+    read them in turn, or none, and each has its share of all records."""
+
     def mistakes(self) -> Iterator[str]:
         if (self.path is None) != (self.kind == "stdlib"):
             need = "needs no path; remove it" if self.kind == "stdlib" else "needs a path"
@@ -47,6 +51,25 @@ class SourceConfig(Table):
         for key, value in (("subset", self.subset), ("files", self.files)):
             if value is not None and self.kind != "datasets":
                 yield f'{key}: only for sources of kind "datasets"; remove it'
+
+
+class PackingConfig(Table):
+    """How documents become rows."""
+
+    kind: Literal["continue", "best_fit"] = "continue"
+    """continue: one behind the other, and a document that a row cuts goes on in the next; best_fit: whole documents, each in
+    the unfinished row that it fills best, what stays free being padding."""
+    pool: int = Field(128, ge=1)
+    """Unfinished rows of a stream, at most: more fill better, and take memory (4 bytes a token) and time until the first row
+    is full; only for best_fit, as are the keys below."""
+    window: int = Field(256, ge=1)
+    """Documents of a stream that wait to be placed together, the longest first; 1 places each as it comes."""
+    tolerance: int = Field(0, ge=0)
+    """A row with at most this many tokens free is finished."""
+    shuffle_rows: int = Field(64, ge=0)
+    """Finished rows of a stream among which the next is drawn at random; 0 keeps the order in which they were finished."""
+    too_long: Literal["refuse", "split"] = "refuse"
+    """A document longer than a row: refuse counts and names it as a bad record, split cuts it into rows."""
 
 
 class DataConfig(Table):
@@ -68,6 +91,7 @@ class DataConfig(Table):
     """A tokenizer is trained on the first documents up to this many bytes."""
     eos_token: str | None = None
     """Token that ends every document; needed only when the tokenizer's files do not say which it is."""
+    packing: PackingConfig = Field(default_factory=PackingConfig)
     streams: int = Field(256, ge=1)
     """Number of virtual streams the documents are dealt to; the number of data ranks must divide it."""
     shuffle_block: int = Field(1024, ge=1)
@@ -79,6 +103,10 @@ class DataConfig(Table):
     """Microbatches the background process prepares ahead."""
 
     def mistakes(self) -> Iterator[str]:
+        for table, sources in (("source", self.source), ("validation_source", self.validation_source)):
+            without = sum(source.weight is None for source in sources)
+            if 0 < without < len(sources):
+                yield f"{table}: {without} of {len(sources)} have no weight; give every one a weight, or none"
         if self.tokenizer != "train" and not Path(self.tokenizer).expanduser().exists():
             yield (
                 f"tokenizer = {self.tokenizer!r}: no such file or directory; "

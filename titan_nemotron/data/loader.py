@@ -15,7 +15,7 @@ import torch
 
 from titan_nemotron.data.config import DataConfig
 from titan_nemotron.data.order import BadRecords
-from titan_nemotron.data.streams import Plan, RowReader, Rows
+from titan_nemotron.data.reader import Plan, RowReader, Rows
 from titan_nemotron.data.tokenizer import Tokenizer
 from titan_nemotron.data.worker import Worker
 from titan_nemotron.errors import UserError
@@ -80,7 +80,7 @@ class Loader(Iterator[Batch]):
             self._num_documents = self._worker.receive()
         else:
             self._reader = RowReader(plan, self.tokenizer, state)
-            self._num_documents = self._reader.order.num_documents
+            self._num_documents = self._reader.num_documents
 
     def __iter__(self) -> "Loader":
         self._next_kept = 0
@@ -98,6 +98,7 @@ class Loader(Iterator[Batch]):
             torch.from_numpy(rows.document_ids).long(),
             length=self.plan.length,
             mtp_depths=self.plan.mtp_depths,
+            scored=torch.from_numpy(rows.scored),
             target_bytes=rows.target_bytes,
         )
         self._streams.update(rows.states)
@@ -110,7 +111,7 @@ class Loader(Iterator[Batch]):
         if self._worker is not None:
             rows, bad = self._worker.receive()
         elif self._reader is not None:
-            rows, bad = self._reader.read(), self._reader.order.bad.copy()
+            rows, bad = self._reader.read(), self._reader.bad
         else:
             raise ValueError("the loader is closed")
         for line in bad.named[len(self.bad.named) :]:
@@ -131,6 +132,8 @@ class Loader(Iterator[Batch]):
             "shuffle_block": self.plan.config.shuffle_block,
             "validation_fraction": self.plan.config.held_out,
             "tokenizer": self.tokenizer.fingerprint[:16],
+            "packing": self.plan.config.packing.model_dump(),
+            "weights": [source.weight for source in self.plan.config.source],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The order of documents: which record is document n of the endless sequence that is dealt to the streams."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -37,9 +37,12 @@ class BadRecords:
         if len(self.named) < MAX_NAMED and line not in self.named:
             self.named.append(line)
 
-    def copy(self) -> "BadRecords":
-        """One that further records do not change."""
-        return BadRecords(self.count, list(self.named))
+    @classmethod
+    def joined(cls, parts: Iterable["BadRecords"]) -> "BadRecords":
+        """Those of several orders, in one that further records do not change."""
+        found = list(parts)
+        named = [line for part in found for line in part.named]
+        return cls(sum(part.count for part in found), named[:MAX_NAMED])
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class PermutedOrder:
         if record.problem is not None:
             self.bad.add(source.name(index), record.problem)
             return None
-        return record if _has_text(record) else None
+        return record._replace(name=source.name(index)) if _has_text(record) else None
 
     def mark(self, number: int) -> None:
         return None
@@ -148,7 +151,7 @@ class StreamedOrder:
     ) -> None:
         """starts: for each stream this reader owns, the first document it will ask for; mark: where to begin to read."""
         self.sources, self.selection, self.seed, self.endless, self.block = sources, selection, seed, endless, block
-        self.streams, self.starts = streams, starts
+        self.streams, self.starts = streams, dict(starts)
         self.bad, self._met = BadRecords(), BadRecords()  # those counted here, and all
         self._waiting: dict[int, tuple[Record, dict[str, Any]]] = {}
         self._blocks = self._read_blocks(mark or {"number": 0, "epoch": 0, "source": 0, "record": 0, "cursor": None})
@@ -159,6 +162,10 @@ class StreamedOrder:
     def document(self, number: int, piece: int = 0) -> tuple[Record | None, Any]:
         while number not in self._waiting:
             self._read_block()
+        stream = number % self.streams
+        for passed_over in range(self.starts[stream], number, self.streams):  # a resumed stream had them already
+            self._waiting.pop(passed_over, None)
+        self.starts[stream] = number + self.streams
         return self._waiting.pop(number)
 
     def mark(self, number: int) -> Any:
@@ -216,7 +223,7 @@ class StreamedOrder:
                 if (self._next + len(kept)) % self.streams in self.starts:
                     self.bad.add(source.name(start + index), record.problem)
             elif _has_text(record):
-                kept.append(record)
+                kept.append(record._replace(name=source.name(start + index)))
         return kept
 
     def check(self) -> None:

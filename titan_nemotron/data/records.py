@@ -11,12 +11,16 @@ import numpy as np
 
 
 class Record(NamedTuple):
-    """One document, or one of its `pieces`: its text, or its tokens when they were made before, or what is wrong with it."""
+    """One document, or one of its `pieces`: its text, or its tokens when they were made before, or what is wrong with it.
+
+    name: what to call it in a message, where an order gives it.
+    """
 
     text: str | None = None
     tokens: np.ndarray | None = None
     problem: str | None = None
     pieces: int = 1
+    name: str = ""
 
 
 class Source(Protocol):

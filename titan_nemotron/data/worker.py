@@ -111,14 +111,14 @@ def _watch(parent: int) -> None:
 
 
 def _produce(plan: Any, tokenizer: bytes, state: dict[str, Any] | None, messages: queue.Queue[Any]) -> None:
-    from titan_nemotron.data.streams import RowReader
+    from titan_nemotron.data.reader import RowReader
     from titan_nemotron.data.tokenizer import Tokenizer
 
     try:
         reader = RowReader(plan, Tokenizer.from_bytes(tokenizer), state)
-        messages.put(reader.order.num_documents)
+        messages.put(reader.num_documents)
         while True:
-            messages.put((reader.read(), reader.order.bad.copy()))
+            messages.put((reader.read(), reader.bad))
     except UserError as error:
         messages.put(Failed(str(error), user_error=True))
     except BaseException:
